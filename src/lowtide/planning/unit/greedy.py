@@ -10,13 +10,14 @@ back to its lowest state and takes another way.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lowtide.base.trace import Op
-from lowtide.planning.unit.native import NativeOutcome
+from lowtide.planning.unit.native import NativeOutcome, PlayError
 from lowtide.planning.unit.problem import Action, Away, Key, Problem
 from lowtide.planning.unit.state import State
 
@@ -139,9 +140,10 @@ def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
 
 def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = frozenset()) -> State | None:
     """The next state: the cheapest bytes leave the peak event until ``step`` bytes are freed; None if none can."""
-    if problem.native is not None and isinstance(state.outcome, NativeOutcome):
-        outcome = problem.native.move(state.outcome, step, barred)
-        return None if outcome is None else State(problem, outcome)
+    if isinstance(state.outcome, NativeOutcome) and state.outcome.unit is problem.native:
+        with contextlib.suppress(PlayError):
+            outcome = state.outcome.unit.move(state.outcome, step, barred)
+            return None if outcome is None else State(problem, outcome)
     event = state.timeline.peak_event
     decisions = dict(state.decisions)
     freed = 0

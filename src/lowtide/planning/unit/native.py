@@ -45,13 +45,11 @@ def library() -> Any | None:
     path = next(iter(sorted(_HERE.glob("_player*.so"))), None)
     if path is None:
         return None
-    try:
-        loaded = ctypes.PyDLL(str(path))
-    except OSError:
-        return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    for name, result, arguments in (
+    functions: tuple[tuple[str, Any, list[Any]], ...] = (
+        ("laid_bytes", number, []),
         ("unit", pointer, [ctypes.POINTER(_Laid)]),
+        ("unit_failed", ctypes.c_int, [pointer]),
         ("unit_free", None, [pointer]),
         ("unit_play", pointer, [pointer, number, pointer]),
         ("unit_move", pointer, [pointer, pointer, number, number, pointer]),
@@ -59,10 +57,24 @@ def library() -> Any | None:
         ("outcome", None, [pointer, pointer, pointer]),
         ("outcome_decisions", None, [pointer, pointer]),
         ("outcome_free", None, [pointer]),
-    ):
-        function = getattr(loaded, f"lowtide_{name}")
-        function.restype, function.argtypes = result, arguments
-    return loaded
+    )
+    try:
+        loaded = ctypes.PyDLL(str(path))
+        for name, result, arguments in functions:
+            function = getattr(loaded, f"lowtide_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError):  # an AttributeError: it was built from another version of its source
+        return None
+    return loaded if loaded.lowtide_laid_bytes() == ctypes.sizeof(_Laid) else None
+
+
+def _freed_with(owner: object, free: Any, handle: int) -> None:
+    """Free a handle with its owner, but not at the end of the process: exit handlers and threads may still plan then."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
+class PlayError(Exception):
+    """The compiled player could not play a state: it was denied memory, or the state is of no plan of its unit."""
 
 
 @final
@@ -81,7 +93,7 @@ class NativeUnit:
         self.handle = loaded.lowtide_unit(ctypes.byref(laid))
         if not self.handle:
             raise MemoryError("no memory for the planner")
-        weakref.finalize(self, loaded.lowtide_unit_free, self.handle)
+        _freed_with(self, loaded.lowtide_unit_free, self.handle)
         self.events, self.values = len(problem.trace.events), len(problem.trace.buffers)
 
     def _kept(self, values: Iterable[Any], kind: type[np.generic] = np.int64) -> int:
@@ -104,8 +116,9 @@ class NativeUnit:
         overwrites_at, overwrites = self._lists([tuple(old for old, _ in op.overwrites) if op else () for op in ops])
         needs_at, need_events = self._lists([tuple(e for e, _ in needs) for needs in problem.needs])
         _, need_pins = self._lists([tuple(pin for _, pin in needs) for needs in problem.needs])
-        back = [problem.back_seconds(b.bytes) if moves else 0.0 for b in buffers]
-        write = [b.bytes / moves.write if moves else 0.0 for b in buffers]
+        movable = [problem.can_move(v) for v in values]
+        back = [problem.back_seconds(b.bytes) if may else 0.0 for b, may in zip(buffers, movable, strict=True)]
+        write = [b.bytes / moves.write if may and moves else 0.0 for b, may in zip(buffers, movable, strict=True)]
         return _Laid(
             events=len(events),
             values=len(buffers),
@@ -126,7 +139,7 @@ class NativeUnit:
             released=self._kept(b.released for b in buffers),
             open=self._kept(b.counted and v not in problem.pinned for v, b in enumerate(buffers)),
             remakeable=self._kept(problem.remakeable),
-            movable=self._kept(problem.can_move(v) for v in values),
+            movable=self._kept(movable),
             overwritten=self._kept(problem.overwritten.get(v, FOREVER) for v in values),
             gap_starts=self._kept(problem.gap_starts),
             needs_at=needs_at,
@@ -148,11 +161,17 @@ class NativeUnit:
             state: the state before.
             step: bytes to free.
             barred: decisions that must not be made.
+
+        Raises:
+            PlayError: if it cannot say; ``greedy`` can, or says why not.
         """
         keys = np.array(sorted(barred), dtype=np.int64)
-        return self._outcome(
+        found = self._outcome(
             self.library.lowtide_unit_move(self.handle, state.handle, step, len(barred), keys.ctypes.data)
         )
+        if found is None and self.library.lowtide_unit_failed(self.handle):
+            raise PlayError
+        return found
 
     def _outcome(self, handle: int | None) -> NativeOutcome | None:
         return NativeOutcome(self, handle) if handle else None
@@ -164,8 +183,8 @@ class NativeOutcome:
 
     def __init__(self, unit: NativeUnit, handle: int) -> None:
         """Take over what the library returned."""
-        self._unit, self.handle = unit, handle
-        weakref.finalize(self, unit.library.lowtide_outcome_free, handle)
+        self.unit, self.handle = unit, handle
+        _freed_with(self, unit.library.lowtide_outcome_free, handle)
         figures, seconds = (ctypes.c_int64 * 3)(), ctypes.c_double()
         unit.library.lowtide_outcome(handle, ctypes.byref(figures), ctypes.byref(seconds))
         self.peak_bytes, self.peak_event, self._count = figures
@@ -175,22 +194,22 @@ class NativeOutcome:
     def decisions(self) -> dict[Key, Away]:
         """What was decided, by value and gap."""
         rows = np.zeros((self._count, _WIDTH), dtype=np.int64)
-        self._unit.library.lowtide_outcome_decisions(self.handle, rows.ctypes.data)
+        self.unit.library.lowtide_outcome_decisions(self.handle, rows.ctypes.data)
         return {(v, g): Away(_OF_NUMBER[action], until) for v, g, action, until in rows.tolist()}
 
     @cached_property
     def _looked_at(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        peaks, spent = np.zeros(self._unit.events, dtype=np.int64), np.zeros(self._unit.values)
-        if not self._unit.library.lowtide_unit_look(self._unit.handle, self.handle, peaks.ctypes.data, spent.ctypes.data):
-            raise MemoryError("no memory for the planner")
+        peaks, spent = np.zeros(self.unit.events, dtype=np.int64), np.zeros(self.unit.values)
+        if not self.unit.library.lowtide_unit_look(self.unit.handle, self.handle, peaks.ctypes.data, spent.ctypes.data):
+            raise PlayError
         return peaks, spent
 
     @property
     def peak_bytes_at(self) -> NDArray[np.int64]:
-        """Per event, peak bytes within it, replays included."""
+        """Per event, peak bytes within it, replays included; ``PlayError`` if there was no memory for it."""
         return self._looked_at[0]
 
     @property
     def spent_seconds(self) -> NDArray[np.float64]:
-        """Per value, seconds of the operators that compute it again."""
+        """Per value, seconds of the operators that compute it again; ``PlayError`` if there was no memory for it."""
         return self._looked_at[1]

@@ -81,6 +81,9 @@ class Unit {
     // The next state of the walk: the cheapest bytes leave the peak event; null if none can.
     std::unique_ptr<Outcome> move(const Outcome &from, int64_t step, const std::vector<std::pair<int64_t, int64_t>> &barred);
 
+    // Whether the last call failed: its decisions cannot be carried out, or there was no memory.
+    bool failed = false;
+
     const Laid p;
 
   private:
@@ -106,6 +109,7 @@ class Unit {
         return std::lower_bound(first, last, e) - first;
     }
 
+    void begin();
     bool decide(const std::vector<Decision> &decisions);
     bool legal() const;
     void close();
@@ -138,7 +142,7 @@ class Unit {
     Heap leaving, ending;
     int64_t absent_bytes = 0;
     double seconds = 0.0;
-    bool failed = false;
+    bool interrupted = false;  // by an exception, so that what one chain marks may be marked still
     std::vector<Span> spans;
     // One chain.
     std::vector<int64_t> stack, ops, fetched, seen_values, fresh_values, held_values;
@@ -148,7 +152,20 @@ class Unit {
     std::vector<int64_t> first_span;
 };
 
+// Forgets what a call that ended by an exception has left marked.
+void Unit::begin() {
+    failed = false;
+    if (interrupted) {
+        for (auto *marks : {&seen, &fresh, &held, &in_chain}) std::fill(marks->begin(), marks->end(), 0);
+        std::fill(reader.begin(), reader.end(), -1);
+    }
+    interrupted = true;
+}
+
 bool Unit::decide(const std::vector<Decision> &decisions) {
+    for (const Decision &d : decisions)
+        if (d.value < 0 || d.value >= p.values || d.gap < 0 || d.gap > needs(d.value) || (d.action != RECOMPUTE && d.action != MOVE))
+            return false;
     std::fill(action.begin(), action.end(), KEEP);
     std::fill(chosen.begin(), chosen.end(), 0);
     away.clear();
@@ -373,9 +390,10 @@ int64_t Unit::remake(int64_t v, int64_t e, int64_t live, double *spent) {
 }
 
 std::unique_ptr<Outcome> Unit::play(const std::vector<Decision> &decisions, double *spent, int64_t *peaks) {
+    begin();
     failed = !decide(decisions);
     if (!failed) close();
-    if (failed) return nullptr;
+    if (failed) return nullptr;  // interrupted stays set: a chain may have ended half-way
     leaving = Heap();
     ending = Heap();
     absent_bytes = 0;
@@ -446,6 +464,7 @@ std::unique_ptr<Outcome> Unit::play(const std::vector<Decision> &decisions, doub
         return std::pair(a.value, a.start) < std::pair(b.value, b.start);
     });
     if (peaks != nullptr) std::copy(base.begin(), base.begin() + p.events, peaks);
+    interrupted = false;
     return outcome;
 }
 
@@ -517,7 +536,9 @@ bool Unit::offer(const Outcome &from, int64_t v, int64_t g, int64_t event, Offer
 }
 
 std::unique_ptr<Outcome> Unit::move(const Outcome &from, int64_t step, const std::vector<std::pair<int64_t, int64_t>> &barred) {
-    if (!decide(from.decisions)) return nullptr;
+    begin();
+    failed = !decide(from.decisions);
+    if (failed) return nullptr;
     index_spans(from);
     const int64_t event = from.peak_event;
     std::vector<Offer> offers;
@@ -544,6 +565,7 @@ std::unique_ptr<Outcome> Unit::move(const Outcome &from, int64_t step, const std
         freed += o.freed;
         if (freed >= step) break;
     }
+    interrupted = false;
     return freed ? play(decisions) : nullptr;
 }
 
@@ -563,6 +585,11 @@ EXPORT void *lowtide_unit(const Laid *laid) {
     }
 }
 
+// Bytes of the layout that this library was built for.
+EXPORT int64_t lowtide_laid_bytes() { return sizeof(Laid); }
+
+EXPORT int lowtide_unit_failed(const void *unit) { return static_cast<const Unit *>(unit)->failed; }
+
 EXPORT void lowtide_unit_free(void *unit) { delete static_cast<Unit *>(unit); }
 
 // An outcome; null if the decisions cannot be carried out, or if there is no memory. `rows` has four numbers a decision.
@@ -570,17 +597,19 @@ EXPORT void *lowtide_unit_play(void *unit, int64_t n, const int64_t *rows) {
     try {
         return static_cast<Unit *>(unit)->play(given(n, rows)).release();
     } catch (const std::bad_alloc &) {
+        static_cast<Unit *>(unit)->failed = true;
         return nullptr;
     }
 }
 
-// The next state of the walk, or null. `barred` has two numbers a key, sorted.
+// The next state of the walk, or null: there is none, or `lowtide_unit_failed`. `barred` has two numbers a key, sorted.
 EXPORT void *lowtide_unit_move(void *unit, const void *from, int64_t step, int64_t n, const int64_t *barred) {
     try {
         std::vector<std::pair<int64_t, int64_t>> keys(n);
         for (int64_t i = 0; i < n; i++) keys[i] = {barred[2 * i], barred[2 * i + 1]};
         return static_cast<Unit *>(unit)->move(*static_cast<const Outcome *>(from), step, keys).release();
     } catch (const std::bad_alloc &) {
+        static_cast<Unit *>(unit)->failed = true;
         return nullptr;
     }
 }

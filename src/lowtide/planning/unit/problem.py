@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,13 +87,20 @@ class Problem:
     replay_seconds: float = 0.0
     fetch_seconds: float = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: all but what is laid out in C++."""
+        return {name: value for name, value in vars(self).items() if name != "native"}
+
     @cached_property
     def native(self) -> NativeUnit | None:
-        """The problem, laid out for the compiled player; None where that was not built."""
+        """The problem, laid out for the compiled player; None where that was not built, or there is no memory for it."""
         from lowtide.planning.unit.native import NativeUnit, library  # which imports this module
 
         loaded = library()
-        return None if loaded is None else NativeUnit(self, loaded)
+        try:
+            return None if loaded is None else NativeUnit(self, loaded)
+        except MemoryError:
+            return None
 
     @cached_property
     def seconds(self) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.base.trace import Op
-from lowtide.planning.unit.native import NativeOutcome
+from lowtide.planning.unit.native import NativeOutcome, PlayError
 from lowtide.planning.unit.problem import Away, Key, Problem
 from lowtide.planning.unit.simulate import UnitTimeline, play
 
@@ -39,6 +40,10 @@ class State:
         outcome = problem.native.play(decisions) if problem.native is not None else None
         return cls(problem, outcome if outcome is not None else play(problem, decisions), decisions)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy plays the decisions again."""
+        return (State.of, (self.problem, self.decisions))
+
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of the unit."""
@@ -52,7 +57,10 @@ class State:
     @property
     def peak_bytes_at(self) -> NDArray[np.int64]:
         """Per event, peak bytes within it, replays included."""
-        return self.outcome.peak_bytes_at
+        try:
+            return self.outcome.peak_bytes_at
+        except PlayError:
+            return self.timeline.peak_bytes_at
 
     @property
     def cost(self) -> tuple[float, int]:
@@ -79,10 +87,11 @@ class State:
     @cached_property
     def _spent(self) -> list[float]:
         if isinstance(self.outcome, NativeOutcome):
-            found: list[float] = self.outcome.spent_seconds.tolist()
-            return found
+            with contextlib.suppress(PlayError):
+                found: list[float] = self.outcome.spent_seconds.tolist()
+                return found
         spent = [0.0] * len(self.problem.trace.buffers)
-        for remake in self.outcome.remakes:
+        for remake in self.timeline.remakes:
             for e in remake.ops:
                 op = self.problem.trace.events[e]
                 assert isinstance(op, Op)

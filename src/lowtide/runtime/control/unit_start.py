@@ -101,6 +101,7 @@ class UnitStart:
     def _follow(self, unit: Unit, how: Follow) -> None:
         entry, state = how.entry, how.solution.state
         assert state is not None
+        entry.uses += 1
         self._audit.note_policy("planned" if state.decisions else "plain")
         shift = entry.shift(unit)
         certain = shift == unit.base_bytes - entry.trace.base_bytes

@@ -65,8 +65,9 @@ class PlanCache:
         """Keep the recording of a unit in place of those of the same kind on the same base."""
         if len(self._entries) >= KINDS and kind not in self._entries:
             self._entries.pop(next(iter(self._entries)))
-        self._kept += 1
-        entry.nth = self._kept
+        if not entry.nth:
+            self._kept += 1
+            entry.nth = self._kept
         base, peak = entry.trace.base_bytes, entry.problem.plain_peak
         others = [e for e in self._entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
         self._entries[kind] = [*others[-(RECORDINGS - 1):], entry]

@@ -21,7 +21,7 @@ TOLERANCE_BYTES = 64 << 10
 TOLERANCE_SHARE = 0.005
 """... or by at most this share of the peak."""
 RECURS = 3
-"""So many units must follow the plans of a recording before its kind is taken to recur."""
+"""So many units must have followed the plans of a recording before it is taken to be needed again."""
 DETOUR_STEPS = 16
 """Room for operators that were not recorded is left in steps of this part of the baseline's peak."""
 NEIGHBOURS: Final = (-0.1, 0.1)
@@ -116,7 +116,8 @@ class RecordedUnit:
         baseline: what such units take without Lowtide.
         timed: how many units that followed a plan of it were timed.
         measured: the decisions that the last of them followed, and what these took, in seconds.
-        nth: its number among the recordings of the run, from 1.
+        nth: its number among the recordings of the run, from 1; 0 until it is kept.
+        uses: how many units followed a plan of it, of other sizes, or not to the end, among them.
     """
 
     funcs: list[tuple[int, Any]]
@@ -138,7 +139,8 @@ class RecordedUnit:
     baseline: Baseline = Baseline()
     timed: int = 0
     measured: tuple[dict[Key, Away], float] | None = None
-    nth: int = 1
+    nth: int = 0
+    uses: int = 0
 
     @property
     def is_passing(self) -> bool:
@@ -146,7 +148,7 @@ class RecordedUnit:
 
         Programs are for the first recording of a run, the second, the fourth, the eighth and so on, and for those that recur.
         """
-        return bool(self.nth & (self.nth - 1)) and self.followed < RECURS
+        return bool(self.nth & (self.nth - 1)) and self.uses < RECURS
 
     def measured_seconds(self, state: State | None) -> float | None:
         """What the decisions of a plan took when a unit that followed them was timed; None if none was."""
