@@ -346,8 +346,8 @@ class PlanChoice:
 
 
 def _within(entry: RecordedUnit, room: int) -> Solution:
-    solution = entry.front.at_start(room - SLACK_BYTES, hasty=entry.is_passing)
-    return entry.front.at_start(room, hasty=entry.is_passing) if solution.state is None else solution
+    solution = entry.front.at_start(room - SLACK_BYTES, hasty=entry.is_hasty)
+    return entry.front.at_start(room, hasty=entry.is_hasty) if solution.state is None else solution
 
 
 def _is_same(told: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

@@ -143,12 +143,15 @@ class RecordedUnit:
     uses: int = 0
 
     @property
-    def is_passing(self) -> bool:
-        """Whether better plans hardly pay: the run has many recordings, and units like this one may not come again.
+    def is_hasty(self) -> bool:
+        """Whether plans are searched without programs, which then hardly pay.
 
-        Programs are for the first recording of a run, the second, the fourth, the eighth and so on, and for those that recur.
+        The run has many recordings, and units like this one may not come again: programs are for the first recording of a run,
+        the second, the fourth, the eighth and so on, and for those that recur. Or the programs have been solved with the
+        seconds of a warm unit, and only prices have changed since.
         """
-        return bool(self.nth & (self.nth - 1)) and self.uses < RECURS
+        passing = bool(self.nth & (self.nth - 1)) and self.uses < RECURS
+        return passing or self.timed > 1
 
     def measured_seconds(self, state: State | None) -> float | None:
         """What the decisions of a plan took when a unit that followed them was timed; None if none was."""
