@@ -41,6 +41,9 @@ CLOCKED: Final = frozenset(4**k for k in range(8))
 """A unit is timed once so many followed their recording: the second, when the offload tier's pages are warm, then fewer."""
 CHANGED: Final = 3
 """Plans that timing led to are timed at once, too: so many."""
+ATTEMPTS: Final = 3
+"""Units begin to be timed at most so often each time the number of those that followed their recording doubles: a unit that
+leaves its plan half-way tells nothing, and timed ones take longer."""
 TRUSTED: Final = 4
 """Units that must have followed their recording before one whose plan drops nothing is no longer watched at all."""
 
@@ -130,6 +133,7 @@ class UnitStart:
         assert state is not None
         resized = how.resizing is not None
         clocked = self._is_due(how.entry, state) and state.decisions and not (interception.tier.overlaps or resized)
+        how.entry.clocked += bool(clocked)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
         cap = room = limit = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
@@ -148,7 +152,8 @@ class UnitStart:
     def _is_due(entry: RecordedUnit, state: State) -> bool:
         """Whether a unit that follows a plan is to be timed."""
         changed = 0 < entry.timed <= CHANGED and entry.measured_seconds(state) is None
-        return changed or entry.followed in CLOCKED
+        may = entry.clocked < CHANGED + ATTEMPTS * entry.followed.bit_length()
+        return may and (changed or entry.followed in CLOCKED)
 
     def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
         """A gate for a unit that follows a plan under a cap of ``limit`` bytes; None where there is none."""

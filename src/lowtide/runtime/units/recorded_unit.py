@@ -114,7 +114,8 @@ class RecordedUnit:
         followed: how many units have followed a plan of it and reached the predicted peak.
         detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
         baseline: what such units take without Lowtide.
-        timed: how many units that followed a plan of it were timed.
+        clocked: how many units that followed a plan of it began to be timed.
+        timed: how many of them ended as planned, so that their seconds count.
         measured: the decisions that the last of them followed, and what these took, in seconds.
         nth: its number among the recordings of the run, from 1; 0 until it is kept.
         uses: how many units followed a plan of it, of other sizes, or not to the end, among them.
@@ -137,6 +138,7 @@ class RecordedUnit:
     followed: int = 0
     detour_bytes: int = 0
     baseline: Baseline = Baseline()
+    clocked: int = 0
     timed: int = 0
     measured: tuple[dict[Key, Away], float] | None = None
     nth: int = 0
