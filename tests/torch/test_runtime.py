@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lowtide.runtime.device import file_tier
 from lowtide.runtime.device.offload import Shared
 from lowtide.runtime.control import plan_choice, unit_start
 from lowtide.runtime.planned import timing
+from lowtide.runtime.units import recorded_unit
 from lowtide.runtime.agent.measured_run import Plain
 from lowtide.planning.unit import bound
 from lowtide.planning.unit.problem import Bandwidth, Problem
@@ -543,15 +544,17 @@ def test_prices_that_are_measured_later_change_the_plan(monkeypatch: pytest.Monk
     assert plan.to_json()["measured_extra_seconds"] == plan.measured_extra_seconds
 
 
-@pytest.mark.parametrize("timed", [0, 1])
-def test_units_that_leave_their_plan_half_way_are_timed_ever_more_rarely(timed: int) -> None:
+@pytest.mark.parametrize("ended", [0, 1])
+def test_units_that_leave_their_plan_half_way_are_timed_ever_more_rarely(ended: int) -> None:
     """Such a unit tells nothing, so that its plan stays due: of a thousand in a row, few are timed."""
-    entry = SimpleNamespace(followed=1, clocked=0, timed=timed, measured_seconds=lambda _: None)
+    timings, state = recorded_unit.Timings(ended=ended), cast("State", SimpleNamespace(decisions={}))
     for _ in range(1000):
-        entry.clocked += unit_start.UnitStart._is_due(entry, None)  # type: ignore[arg-type]
-    assert 0 < entry.clocked <= unit_start.CHANGED + unit_start.ATTEMPTS
-    entry.followed, entry.timed = 64, unit_start.CHANGED + 1
-    assert unit_start.UnitStart._is_due(entry, None), "one that followed it to its end is timed later"  # type: ignore[arg-type]
+        timings.begun += timings.are_due(state, 1)
+    assert 0 < timings.begun <= recorded_unit.CHANGED + recorded_unit.ATTEMPTS
+    assert timings.are_due(state, 64), "one that followed it to its end is timed later"
+    assert timings.seconds(state) is None
+    timings.note(state, 2.0)
+    assert timings.seconds(state) == 2.0
 
 
 @pytest.mark.long

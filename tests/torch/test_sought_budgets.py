@@ -105,7 +105,7 @@ def test_a_budget_that_falls_does_not_judge_the_steps_before(monkeypatch: pytest
     monkeypatch.setattr(Front, "retimed", noted)
     monkeypatch.setattr(Front, "least_within", generous_at_first)
     monkeypatch.setattr("lowtide.runtime.control.unit_review.MATTERS_SHARE", -1.0)  # every timing replaces the front
-    monkeypatch.setattr("lowtide.runtime.control.unit_start.CLOCKED", frozenset({0}))
+    monkeypatch.setattr("lowtide.runtime.units.recorded_unit.CLOCKED", frozenset({0}))
     reference = plain_of(zoo.gpt_eager, STEPS)
     gc.collect()
     with lowtide.budget("slowdown 10%") as run:

@@ -35,7 +35,7 @@ def figures_of(
         resident_bytes: bytes of parameters, buffers and optimizer states.
     """
     state, seconds, saved = solution.state, entry.problem.seconds, entry.saved_seconds
-    measured = entry.measured_seconds(state)
+    measured = entry.timings.seconds(state)
     return PlanFigures(
         predicted_peak_bytes=None if state is None else state.peak_bytes + shift_bytes,
         baseline_peak_bytes=baseline_bytes,

@@ -271,7 +271,8 @@ class PlanChoice:
     def _tell(
         self, unit: Unit, entry: RecordedUnit, solution: Solution, shift: int, resizing: Resizing | None = None
     ) -> PlanFigures:
-        key = (solution.state, solution.status, entry, entry.timed, shift, unit.base_bytes, self.between_bytes, resizing)
+        asked = (shift, unit.base_bytes, self.between_bytes, resizing)
+        key = (solution.state, solution.status, entry, entry.timings.ended, *asked)
         found = self._figures_cache
         if found is None or solution.state is None or not _is_same(key, self._figures_key):
             self._figures_key = key

@@ -143,11 +143,10 @@ class UnitReview:
         evictor.learn(stopwatch.bandwidth(evictor.bandwidth))
         evictor.replay_seconds = stopwatch.replay_seconds(evictor.replay_seconds)
         evictor.fetch_seconds = stopwatch.fetch_seconds(evictor.fetch_seconds)
-        problem = stopwatch.problem(entry.problem, entry.funcs, warm=entry.timed > 0)
+        problem = stopwatch.problem(entry.problem, entry.funcs, warm=entry.timings.ended > 0)
         again = State.of(problem, state.decisions)
         change = abs(again.extra_seconds - state.extra_seconds)
-        matters = (MATTERS_LATER_SHARE if entry.timed else MATTERS_SHARE) * problem.seconds
+        matters = (MATTERS_LATER_SHARE if entry.timings.ended else MATTERS_SHARE) * problem.seconds
         if change > matters or changed_seconds(entry.problem, problem) > OTHERS_SHARE * problem.seconds:
             entry.front = entry.front.retimed(problem, again)
-        entry.timed += 1
-        entry.measured = state.decisions, stopwatch.extra_seconds
+        entry.timings.note(state, stopwatch.extra_seconds)

@@ -7,7 +7,6 @@ import threading
 import weakref
 from typing import Final, final
 
-from lowtide.planning.unit.state import State
 from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.plan_choice import PlanChoice
@@ -25,7 +24,6 @@ from lowtide.runtime.planned.timing import Stopwatch
 from lowtide.runtime.record.quiet_recorders import OwnershipTracker
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.knowledge import Knowledge
-from lowtide.runtime.units.recorded_unit import RecordedUnit
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import (
     Diverged,
@@ -37,13 +35,6 @@ from lowtide.runtime.units.unit_mode import (
     Unmonitored,
 )
 
-CLOCKED: Final = frozenset(4**k for k in range(8))
-"""A unit is timed once so many followed their recording: the second, when the offload tier's pages are warm, then fewer."""
-CHANGED: Final = 3
-"""Plans that timing led to are timed at once, too: so many."""
-ATTEMPTS: Final = 3
-"""Units begin to be timed at most so often each time the number of those that followed their recording doubles: a unit that
-leaves its plan half-way tells nothing, and timed ones take longer."""
 TRUSTED: Final = 4
 """Units that must have followed their recording before one whose plan drops nothing is no longer watched at all."""
 
@@ -132,8 +123,9 @@ class UnitStart:
         script, interception, state = self._compiled(how), self._interception, how.solution.state
         assert state is not None
         resized = how.resizing is not None
-        clocked = self._is_due(how.entry, state) and state.decisions and not (interception.tier.overlaps or resized)
-        how.entry.clocked += bool(clocked)
+        due = how.entry.timings.are_due(state, how.entry.followed)
+        clocked = due and state.decisions and not (interception.tier.overlaps or resized)
+        how.entry.timings.begun += bool(clocked)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
         cap = room = limit = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
@@ -147,13 +139,6 @@ class UnitStart:
             refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, limit) if gated else None,
             thread=threading.get_ident() if on_host else 0,
         )
-
-    @staticmethod
-    def _is_due(entry: RecordedUnit, state: State) -> bool:
-        """Whether a unit that follows a plan is to be timed."""
-        changed = 0 < entry.timed <= CHANGED and entry.measured_seconds(state) is None
-        may = entry.clocked < CHANGED + ATTEMPTS * entry.followed.bit_length()
-        return may and (changed or entry.followed in CLOCKED)
 
     def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
         """A gate for a unit that follows a plan under a cap of ``limit`` bytes; None where there is none."""

@@ -22,6 +22,13 @@ TOLERANCE_SHARE = 0.005
 """... or by at most this share of the peak."""
 RECURS = 3
 """So many units must have followed the plans of a recording before it is taken to be needed again."""
+CLOCKED: Final = frozenset(4**k for k in range(8))
+"""A unit is timed once so many followed their recording: the second, when the offload tier's pages are warm, then fewer."""
+CHANGED: Final = 3
+"""Plans that timing led to are timed at once, too: so many."""
+ATTEMPTS: Final = 3
+"""Units begin to be timed at most so often each time the number of those that followed their recording doubles: a unit that
+leaves its plan half-way tells nothing, and timed ones take longer."""
 DETOUR_STEPS = 16
 """Room for operators that were not recorded is left in steps of this part of the baseline's peak."""
 NEIGHBOURS: Final = (-0.1, 0.1)
@@ -63,6 +70,39 @@ class RetainedBytes:
         If values were dropped, these are recomputed, and offloaded values that they are made from are fetched for that.
         """
         return self.bytes if self.dropped else self.there_bytes
+
+
+@final
+@dataclass(eq=False)
+class Timings:
+    """The units that were timed while they followed plans of one recording.
+
+    Attributes:
+        begun: how many began to be timed.
+        ended: how many of them ended as planned, so that their seconds count.
+        measured: the decisions that the last of them followed, and what these took, in seconds.
+    """
+
+    begun: int = 0
+    ended: int = 0
+    measured: tuple[dict[Key, Away], float] | None = None
+
+    def are_due(self, state: State, followed: int) -> bool:
+        """Whether a unit that follows a plan is to be timed, after so many that followed plans of the recording."""
+        changed = 0 < self.ended <= CHANGED and self.seconds(state) is None
+        may = self.begun < CHANGED + ATTEMPTS * followed.bit_length()
+        return may and (changed or followed in CLOCKED)
+
+    def note(self, state: State, seconds: float) -> None:
+        """A unit that followed a plan to its end was timed."""
+        self.ended += 1
+        self.measured = state.decisions, seconds
+
+    def seconds(self, state: State | None) -> float | None:
+        """What the decisions of a plan took when a unit that followed them was timed; None if none was."""
+        if state is None or self.measured is None or self.measured[0] != state.decisions:
+            return None
+        return self.measured[1]
 
 
 @final
@@ -114,9 +154,7 @@ class RecordedUnit:
         followed: how many units have followed a plan of it and reached the predicted peak.
         detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
         baseline: what such units take without Lowtide.
-        clocked: how many units that followed a plan of it began to be timed.
-        timed: how many of them ended as planned, so that their seconds count.
-        measured: the decisions that the last of them followed, and what these took, in seconds.
+        timings: the units that followed a plan of it and were timed.
         nth: its number among the recordings of the run, from 1; 0 until it is kept.
         uses: how many units followed a plan of it, of other sizes, or not to the end, among them.
     """
@@ -138,9 +176,7 @@ class RecordedUnit:
     followed: int = 0
     detour_bytes: int = 0
     baseline: Baseline = Baseline()
-    clocked: int = 0
-    timed: int = 0
-    measured: tuple[dict[Key, Away], float] | None = None
+    timings: Timings = field(default_factory=Timings)
     nth: int = 0
     uses: int = 0
 
@@ -153,12 +189,7 @@ class RecordedUnit:
         seconds of a warm unit, and only prices have changed since.
         """
         passing = bool(self.nth & (self.nth - 1)) and self.uses < RECURS
-        return passing or self.timed > 1
-
-    def measured_seconds(self, state: State | None) -> float | None:
-        """What the decisions of a plan took when a unit that followed them was timed; None if none was."""
-        known = state is not None and self.measured is not None and self.measured[0] == state.decisions
-        return self.measured[1] if known and self.measured is not None else None
+        return passing or self.timings.ended > 1
 
     @property
     def problem(self) -> Problem:
