@@ -182,7 +182,7 @@ def custom() -> zoo.Job:
     (reentrant, 0.85), (reentrant, 0.75), (custom, 0.85), (custom, 0.75), (fused, 0.7), (fused, 0.6), (scaled, 0.7), (scaled, 0.6),
     (keeping, 0.85), (keeping, 0.75)])
 def test_steps_with_tensors_held_in_backward_keep_the_prediction(make: Any, share: float, offload: bool) -> None:
-    """Bits and budget hold, and the last steps follow a plan and peak exactly where it predicts."""
+    """Bits and budget hold, and the last step follows a plan and peaks exactly where it predicts."""
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
     assert run.bits == reference.bits
@@ -191,7 +191,7 @@ def test_steps_with_tensors_held_in_backward_keep_the_prediction(make: Any, shar
     assert plan is not None
     assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps[2:])
     assert run.outcome.steps[-1].policy == "planned"
-    assert {s.peak_bytes for s in run.outcome.steps[-2:]} == {plan.predicted_peak_bytes}
+    assert run.outcome.steps[-1].peak_bytes == plan.predicted_peak_bytes  # the step before may have followed another plan
 
 
 def test_the_prediction_for_a_step_is_that_of_its_highest_unit() -> None:
