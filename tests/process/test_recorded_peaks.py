@@ -72,7 +72,7 @@ def _judged(judge: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow("2", "4", "6", "8")
-@pytest.mark.long(*map(str, range(1, GROUPS)))
+@pytest.mark.long
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -> None:
     """Of every job: peaks per phase are within what is allowed, at least 95 % of the bytes have a line, and at most 1 % are

@@ -306,7 +306,7 @@ for step in range(6):
 """
 
 
-@pytest.mark.long("0.65")
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.85, 0.65])
 def test_saved_values_are_evicted_for_an_evaluation(tmp_path: Path, share: float) -> None:
     """It runs while a graph waits for its backward: values that the graph has saved, and gradients of the step before, are

@@ -145,7 +145,7 @@ def test_programs_are_solved_for_few_of_many_recordings(monkeypatch: pytest.Monk
         begin(self, *what, **how)
 
     monkeypatch.setattr(Front, "__init__", counting)
-    steps = 12
+    steps = 9
     reference = plain_of(zoo.gru_seq2seq, steps)
     run = budgeted(zoo.gru_seq2seq, above_of(reference, 0.6), steps, offload=False)
     assert run.bits == reference.bits

@@ -37,6 +37,7 @@ def test_any_script_keeps_its_bits_under_any_budget(program: Program, share: flo
     holds(program, share, offload=offload)
 
 
+@pytest.mark.long
 @settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=not FULL)
 @given(programs(), st.sampled_from(ROUTES), st.sampled_from(SHARES), st.booleans())
 def test_scripts_whose_steps_run_other_operators_keep_their_bits(
