@@ -220,6 +220,31 @@ def test_classics_and_bounds_answer_without_the_compiled_search(monkeypatch: pyt
     assert solve.Solver(graph, order=solve.Order.FREE).lowest(seconds=0.1).timeline.peak_bytes == 18
 
 
+def test_overlapping_transfers_cost_nothing_in_bounds_without_the_compiled_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that is written and read while long operators run: the schedule by hand adds no seconds, so no bound may say more.
+    """
+    from lowtide.planning.graph import Graph, Node, Offload
+    from lowtide.planning.referee import play
+    from lowtide.planning.schedule import Act, Move
+    from lowtide.planning.solver import solve
+
+    monkeypatch.setattr(solve, "library", lambda: None)
+    once = {"move": False, "recompute": False}
+    nodes = (
+        Node(id="a", bytes=100, seconds=1.0, recompute=False), Node(id="b", bytes=100, seconds=100.0, **once),
+        Node(id="c", bytes=100, seconds=100.0, parents=(1,), **once), Node(id="d", bytes=1, seconds=100.0, parents=(2,), **once),
+        Node(id="e", bytes=1, seconds=100.0, parents=(3,), **once), Node(id="f", bytes=1, seconds=1.0, parents=(0, 4)),
+    )  # fmt: skip
+    tier = Offload(write_bytes_per_second=1.0, read_bytes_per_second=1.0, overlap=True)
+    graph = Graph(nodes=nodes, order=tuple(range(6)), offload=tier)
+    run, free = Act.COMPUTE, Act.FREE
+    moves = ((run, 0), (Act.OFFLOAD, 0), (run, 1), (free, 0), (run, 2), (free, 1), (run, 3), (free, 2), (Act.FETCH, 0), (run, 4), (free, 3), (run, 5))
+    by_hand = play(graph, tuple(Move(*move) for move in moves))
+    assert (by_hand.seconds, by_hand.peak_bytes) == (graph.base_seconds, 200)
+    answer = solve.Solver(graph).at(200, seconds=2.0)
+    assert answer.time_bound.seconds <= by_hand.seconds - graph.base_seconds + 1e-9
+
+
 def test_loading_the_compiled_search_keeps_subnormal_numbers() -> None:
     """Subnormal numbers are not flushed to zero in a process that has loaded the compiled search."""
     code = (

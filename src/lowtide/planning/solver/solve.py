@@ -330,7 +330,7 @@ class Solver:
         deadline = began + seconds - min(_PLAYED * self._playing, _PLAYED_SHARE * seconds)
         if library() is None:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
-            bound_ = time_bounds.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
+            bound_ = time_bounds.all_instants(self.bound_game, self.precedence, self.instants, budget, seconds=seconds)
             return self._best(budget, rows, bound_, began, 0, ranked=False)
         programs = self.programs(budget, deadline=deadline, seeds=seeds, progress=progress)
         hunt = programs.hunt
