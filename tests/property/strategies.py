@@ -198,6 +198,37 @@ def problems(draw: st.DrawFn, *, moving: bool = True) -> Problem:
     )
 
 
+def chain(depth: int) -> Problem:
+    """The same unit each time: ``depth`` saved values, each made from the one before, all asked for in reverse order."""
+    made, needed = range(depth), range(depth, 2 * depth)
+    forward = [
+        Op(
+            site=Site("net", f"op{e}", 0),
+            phase=Phase.FORWARD,
+            seconds=1.0,
+            inside_bytes=10,
+            reads=(e - 1,) if e else (),
+            writes=(e,),
+        )
+        for e in made
+    ]
+    backward = [Need(value=v, pinned_until=e) for e, v in zip(needed, reversed(made), strict=True)]
+    buffers = [
+        Buffer(bytes=10, born=v, slot=0, held_until=v + 1, released=2 * depth - 1 - v, counted=True, movable=False) for v in made
+    ]
+    trace = Trace(
+        base_bytes=BASE_BYTES,
+        resident_bytes=BASE_BYTES // 2,
+        events=(*forward, *backward),
+        buffers=tuple(buffers),
+        saves=tuple(Save(value=v, event=v) for v in made),
+        other_bytes=(0,) * (2 * depth),
+        spike_bytes=(0,) * (2 * depth),
+        backward_event=depth,
+    )
+    return Problem(trace=trace, base_bytes=BASE_BYTES)
+
+
 def _choices(problem: Problem) -> list[Key]:
     """Every (value, gap) in which a value may be away and recomputed later."""
     return [

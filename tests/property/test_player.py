@@ -178,10 +178,11 @@ found = []
 atexit.register(lambda: print(found[0].at(found[1]).status.value))
 import torch
 sys.path.insert(0, sys.argv[1])
-from property.strategies import problems
+from property.strategies import chain
 from lowtide.planning.unit.solve import Front
-front = next(f for f in (Front(problems().example()) for _ in range(1000)) if len(f.states) > 3)
-problem = front.problem
+problem = chain(12)
+front = Front(problem)
+assert len(front.states) > 3
 found[:] = [front, (problem.plain_peak + front.bound.peak_bytes) // 2]
 """
 
@@ -193,7 +194,7 @@ def test_exit_handlers_may_still_plan() -> None:
     spoilt = {**os.environ, "MALLOC_PERTURB_": "165"}  # what is freed is overwritten
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=spoilt)
     assert done.returncode == 0, done.stderr[-1000:]
-    assert done.stdout.strip() in {"optimal", "feasible", "infeasible", "unknown"}
+    assert done.stdout.strip() in {"optimal", "feasible"}
 
 
 DENYING = """
