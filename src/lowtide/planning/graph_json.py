@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,8 @@ class _Reader:
             raise self.fail("the graph has no nodes: there is nothing to plan")
         index = self._index(raw)
         parents = self._parents(links, index)
-        nodes = [self._node(entry, index, parents) for entry in raw]
-        nodes = [replace(n, parents=tuple(p)) for n, p in zip(nodes, parents, strict=True)]
+        fields = [self._fields(entry, index, parents) for entry in raw]  # these add parents
+        nodes = [Node(**f, parents=tuple(p)) for f, p in zip(fields, parents, strict=True)]
         self._check_kinds(nodes)
         about = data.get("graph") or {}
         if not isinstance(about, Mapping):
@@ -115,7 +114,8 @@ class _Reader:
             raise self.fail(f"{who} names the unknown node {name!r}")
         return found
 
-    def _node(self, entry: Mapping[str, Any], index: Mapping[Id, int], parents: list[dict[int, None]]) -> Node:
+    def _fields(self, entry: Mapping[str, Any], index: Mapping[Id, int], parents: list[dict[int, None]]) -> dict[str, Any]:
+        """The fields of an entry's node but its parents, to which what the entry views or overwrites is added."""
         name = entry["id"]
         here = index[name]
 
@@ -154,22 +154,22 @@ class _Reader:
             parents[here][view_of] = None
         if overwrites is not None:
             parents[here if made_with is None else made_with][overwrites] = None
-        return Node(
-            id=name,
-            bytes=size("bytes", needed=view_of is None),
-            seconds=float(seconds),
-            workspace_bytes=size("workspace_bytes"),
-            state_bytes=size("state_bytes"),
-            made_with=made_with,
-            view_of=view_of,
-            overwrites=overwrites,
-            resident=flag("resident", False),
-            recompute=flag("recompute", True),
-            move=flag("move", True),
-            keep=flag("keep", False),
-            held_until=other("held_until"),
-            module=str(entry.get("module", "")),
-        )
+        return {
+            "id": name,
+            "bytes": size("bytes", needed=view_of is None),
+            "seconds": float(seconds),
+            "workspace_bytes": size("workspace_bytes"),
+            "state_bytes": size("state_bytes"),
+            "made_with": made_with,
+            "view_of": view_of,
+            "overwrites": overwrites,
+            "resident": flag("resident", False),
+            "recompute": flag("recompute", True),
+            "move": flag("move", True),
+            "keep": flag("keep", False),
+            "held_until": other("held_until"),
+            "module": str(entry.get("module", "")),
+        }
 
     def _check_kinds(self, nodes: list[Node]) -> None:
         over: dict[int, Node] = {}

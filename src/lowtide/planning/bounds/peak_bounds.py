@@ -14,6 +14,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from lowtide.planning.bounds.bound_program import EXACT
+from lowtide.planning.bounds.instant_cut import LONG, InstantCut
 from lowtide.planning.bounds.precedence import Instant, Precedence, certain_in_order
 from lowtide.planning.bounds.program_points import stages
 from lowtide.planning.graph_arrays import Game, profile
@@ -74,9 +75,13 @@ def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: fl
 
     The relaxed program is solved for the fewest bytes instead of the fewest seconds.
 
+    In long graphs the bound is a minimum cut, which is the relaxed program's optimum and needs no time limit.
+
     Returns:
         The bound; 0 bytes if the program was not solved in time.
     """
+    if game.plain > LONG:
+        return PeakBound(bytes=InstantCut(game, precedence, at).least_bytes, node=game.nodes[at.op], method="instant")
     most = max(1, precedence.bytes_once(at))
     program = stages(game, precedence, [at], most, channels=False)  # waiting does not change the peak
     program.cost = [0.0] * len(program.cost)

@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from lowtide.planning.bounds import instant_cut
 from lowtide.planning.bounds.bound_program import WHOLE, Program, Solved
+from lowtide.planning.bounds.instant_cut import CutAnswer, InstantCut
 from lowtide.planning.bounds.peak_bounds import looked_at
 from lowtide.planning.bounds.precedence import Instant, Precedence, chain
 from lowtide.planning.bounds.program_points import stages
@@ -109,6 +112,10 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
 
     if found.method not in ("instant", "instants", "chain"):
         return 0.0
+    if found.method == "instant" and is_cut(game):
+        cut = InstantCut(game, precedence, at[0])
+        saved = cut.at(budget_bytes).value - cut.at(budget_bytes + more_bytes).value
+        return max(0.0, saved) * (game.base_seconds or 1.0)
     less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
     if not (less.ended and more.ended):
         return 0.0
@@ -194,9 +201,24 @@ def highest_instant(
 
     Yields:
         The bound of the relaxed program (values that are only partly on the board count as absent), and, if there is time
-        until the deadline (of :func:`time.monotonic`), that with all variables whole. If the program has no answer, a bound
-        of infinite seconds comes first.
+        until the deadline (of :func:`time.monotonic`), that with all variables whole. In long graphs only one, from minimum
+        cuts: :func:`solved_instant` is for the time that is left at the end. If the program has no answer, a bound of infinite
+        seconds comes first.
     """
+    if is_cut(game):
+        found = InstantCut(game, precedence, at).at(budget_bytes)
+        if found.value == np.inf:
+            yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
+        else:
+            yield _cut_bound(game, at, found)
+        return
+    yield from solved_instant(game, precedence, at, budget_bytes, deadline=deadline)
+
+
+def solved_instant(
+    game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """What :func:`highest_instant` yields, by a solver of linear programs in long graphs, too."""
     one = _weighed(game, precedence, at, budget_bytes, deadline)
     if one.relaxed.impossible:
         yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
@@ -209,6 +231,14 @@ def other_instants(
     """The same for several instants, as time allows; those with the strongest relaxed bounds come first."""
     now = time.monotonic()
     weigh_until = now + min((deadline - now) * _WEIGHED_SHARE, _WEIGHED_SECONDS)
+    if is_cut(game):
+        bounds: list[TimeBound] = []
+        for at in others:
+            if time.monotonic() > weigh_until:
+                break
+            bounds.append(_cut_bound(game, at, InstantCut(game, precedence, at).at(budget_bytes)))
+        yield from sorted(bounds, key=lambda b: -b.seconds)[: _SOLVED - 1]
+        return
     weighed: list[_Weighed] = []
     for at in others:
         if time.monotonic() > weigh_until:
@@ -217,6 +247,19 @@ def other_instants(
     weighed.sort(key=lambda w: -w.relaxed.value)
     for one in weighed[: _SOLVED - 1]:
         yield from _solved(game, one, deadline)
+
+
+def is_cut(game: Game) -> bool:
+    """Whether single instants of a game are bounded by minimum cuts: it is long, and they can be."""
+    return game.plain > instant_cut.LONG and instant_cut.applies(game)
+
+
+def _cut_bound(game: Game, at: Instant, found: CutAnswer) -> TimeBound:
+    absent = {at.op: found.absent} if found.absent else {}
+    seconds = found.value * (game.base_seconds or 1.0)
+    return TimeBound(
+        seconds=seconds, method="instant", solved=False, nodes=(game.nodes[at.op],), absent=absent, fetched=found.fetched
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +300,30 @@ class Alone:
             at: the instant.
             budget_bytes: the largest budget that will be asked for.
         """
-        self._at, self._budget = at, budget_bytes
-        self._program = stages(game, precedence, [at], budget_bytes)
-        self._own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
+        self._game, self._precedence, self._at, self._budget = game, precedence, at, budget_bytes
 
     def absent(self, budget_bytes: int, *, seconds: float, kept: AbstractSet[int] = frozenset()) -> TimeBound:
         """What the answer for a budget leaves absent if ``kept`` values stay on the board; ``NOTHING`` if none is found."""
+        if is_cut(self._game):
+            cut = self._cut.at(budget_bytes, kept=kept)
+            return replace(_cut_bound(self._game, self._at, cut), seconds=0.0) if cut.absent else NOTHING
         program = self._program
         program.low[0] = -(budget_bytes - self._own) / self._budget  # the budget is the first row
         there = {j: 1.0 for v in kept if (j := program.index.get(("on", 0, v))) is not None}
         found = program.solve(seconds, whole=False, settled=there)
         return replace(NOTHING, **({} if found.x is None else chosen(program, found.x, [self._at])))
+
+    @cached_property
+    def _cut(self) -> InstantCut:
+        return InstantCut(self._game, self._precedence, self._at)
+
+    @cached_property
+    def _program(self) -> Program:
+        return stages(self._game, self._precedence, [self._at], self._budget)
+
+    @cached_property
+    def _own(self) -> int:
+        return self._precedence.bytes_with(self._at, np.zeros(len(self._game.value_nodes), dtype=bool))
 
 
 def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:

@@ -38,6 +38,9 @@ _EVERY_SECONDS = 3.0
 """Time limit, in seconds, of the program with one row for every instant."""
 _SET_UP = 2e-4
 """Seconds per operator needed at least to set up that program; the program is skipped if less time is left."""
+_SOLVED = 2e-4
+"""Seconds per operator that must be left to solve the program of one instant of a long graph, which cuts have bounded: to
+set it up, to relax it, and to search for a whole answer."""
 _LEAST_SECONDS = 0.2
 """Seconds that must be left to start a further program of several instants."""
 _NEAR = 5e-4
@@ -117,7 +120,9 @@ class Programs:
             with kept_ready():
                 return self._stronger(best, self._whole(several))
         game = self.bound_game
-        if self._left > _SET_UP * game.plain:
+        if time_bounds.is_cut(game) and self._left > _SOLVED * game.plain:
+            best = self._solved(best)
+        if not self.hunt.over and self._left > _SET_UP * game.plain:
             seconds = min(self._left / 2, _EVERY_SECONDS)
             every = time_bounds.all_instants(game, self.precedence, self.instants, self.budget, seconds=seconds)
             best = self._stronger(best, every)
@@ -129,6 +134,16 @@ class Programs:
             best = self._stronger(best, chain_seconds(game, self.precedence, chain, self.budget, seconds=self._left))
             if len(chain) < most:
                 break
+        return best
+
+    def _solved(self, best: TimeBound) -> TimeBound:
+        """Solve the program of a long graph's highest instant, which cuts have bounded; offers the rows of its answers."""
+        for at in time_bounds.binding(self.precedence, self.instants, self.budget)[:1]:
+            for one in time_bounds.solved_instant(
+                self.bound_game, self.precedence, at, self.budget, deadline=self.hunt.deadline
+            ):
+                best = self._stronger(best, one)
+                self.hunt.offer(self._rows_of(one))
         return best
 
     def with_room(self, alone: time_bounds.Alone, *, over: int = 0, kept: AbstractSet[int] = frozenset()) -> Rows:
@@ -237,6 +252,8 @@ class Programs:
         several, best, answer = None, time_bounds.NOTHING, time_bounds.NOTHING
         known: AbstractSet[int] = {self.game.nodes.index(v) for v in found.nodes}
         while row and not self.hunt.over:
+            if self.game.plain > _LARGE_VARIABLES:  # each operator before an instant is a variable
+                break
             grown = self._grown(known, row, most=_NEW if several is None else _MORE)
             if grown is None:
                 break

@@ -47,8 +47,6 @@ SECONDS = 8.0
 """Default time limit of a search, in seconds."""
 _FLOOR_SECONDS = 5.0
 """Time limit, in seconds, of the program for the floor, which takes no longer than the first program of a search."""
-_CLOSED = 5000
-"""The closed floor is reported with every plan of graphs of up to this many operators."""
 _PLAYED, _PLAYED_SHARE = 2.0, 0.1
 """Time reserved for judging the rows found: this multiple of the time to play the given order, at most this share of the
 limit."""
@@ -174,11 +172,8 @@ class Solver:
 
     @property
     def told_floor(self) -> PeakBound:
-        """The floor to report: the closed one if it takes little time, in graphs of up to ``_CLOSED`` operators.
-
-        For larger graphs, and for those that are searched exhaustively, the plain floor.
-        """
-        return self.floor if self.game.plain > _CLOSED or exhaustive.small(self.graph) else self.closed_floor()
+        """The floor to report: the closed one, or the plain one for graphs that are searched exhaustively."""
+        return self.floor if exhaustive.small(self.graph) else self.closed_floor()
 
     @cached_property
     def descent(self) -> Descent:
@@ -405,17 +400,22 @@ class Solver:
         played = []
         for row in dict.fromkeys(rows):
             try:
-                timeline = play(self.graph, unfold(self.graph, row))
+                schedule = unfold(self.graph, row)
+                timeline = play(self.graph, schedule)
             except StructureError:
                 continue
             fits = timeline.peak_bytes <= budget
-            best, timeline = faster(self.graph, row, timeline, budget) if fits else (row, timeline)
-            played.append((_worth(timeline, fits=fits), best, timeline, fits))
+            best = row
+            if fits:
+                best, timeline = faster(self.graph, row, timeline, budget)
+            if best is not row:
+                schedule = unfold(self.graph, best)
+            played.append((_worth(timeline, fits=fits), best, schedule, timeline, fits))
             if fits and ranked and not self.overlaps:
                 break
-        _, row, timeline, fits = min(played, key=lambda x: x[0])
+        _, row, schedule, timeline, fits = min(played, key=lambda x: x[0])
         status = Status.FEASIBLE if fits else Status.UNKNOWN
-        return self._judged(self._answer(status, budget, row, proof, began, rounds, timeline=timeline))
+        return self._judged(self._answer(status, budget, row, proof, began, rounds, played=(schedule, timeline)))
 
     def _answer(
         self,
@@ -427,17 +427,19 @@ class Solver:
         rounds: int,
         *,
         peak_bound: PeakBound | None = None,
-        timeline: Timeline | None = None,
+        played: tuple[Schedule, Timeline] | None = None,
     ) -> Answer:
-        schedule = unfold(self.graph, row)
+        if played is None:
+            schedule = unfold(self.graph, row)
+            played = schedule, play(self.graph, schedule)
         return Answer(
             status=status,
             graph=self.graph,
             order=self.order,
             budget_bytes=budget,
             row=row,
-            schedule=schedule,
-            timeline=timeline or play(self.graph, schedule),
+            schedule=played[0],
+            timeline=played[1],
             given_peak_bytes=self.given.peak_bytes,
             peak_bound=peak_bound or self.floor,
             time_bound=proof,
