@@ -40,6 +40,8 @@ _FEW = 1000
 there."""
 _SEEDED, _MENDING_FEW = 0.03, 200
 """Factor on ``_HEATS`` for these rounds, and moves per operator of the shortest of them."""
+_WARM_HEATS, _WARM = (3e-2, 1e-1, 1e-2), 2000
+"""Start temperatures of the second worker's rounds there that begin anew, and moves per operator of the shortest of them."""
 _SAME_LENGTH = 8
 """Number of mending rounds of equal length before the length doubles."""
 _IDLE = (40, 12)
@@ -168,54 +170,37 @@ class Hunt:
             rows, self._offered = list(dict.fromkeys(map(tuple, self._offered))), []
         return self._counted(rows)
 
-    def _work(self, worker: int) -> None:
+    def _work(self, number: int) -> None:
         plain = self.annealer.game.plain
         first = _FIRST_MOVES[0] + _FIRST_MOVES[1] * plain
-        if worker:
+        if number:
             self._asked.wait(max(0.0, self.deadline - time.monotonic()))
-        starts = self._counted(self.starts)
-        near = self._taken() if worker else []
-        own = min(starts + near, key=lambda f: f.rank)
-        few = plain <= _FEW
-        starts += near if few else []
+        worker = _Worker(number, plain, first, self._counted(self.starts))
+        worker.take(self._taken() if number else [])
         if not self.fixed and not self.over:
-            ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker, worker=worker)
-            starts.append(ordered)
-            own = min(own, ordered, key=lambda f: f.rank)
-        k = mends = idle = 0
-        while not self.over and (worker or not self._resting):
-            new = self._taken() if worker else []
-            if new:
-                near, mends = new, 0
-                own = own if few else min(own, *new, key=lambda f: f.rank)
-                starts += new if few else []
-            heat, weight = _HEATS[(k + worker) % len(_HEATS)], None
-            moves = first << min(k, 40)
-            start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
-            if near and few:
-                start = new[-1] if new else start
-                heat, weight, moves = heat * _SEEDED, _FIRM, _MENDING_FEW * plain << k // _SAME_LENGTH
-            elif near:
-                start = own if mends % 2 else near[mends // 2 % len(near)]
-                heat = _MENDING_HEATS[mends // 2 % len(_MENDING_HEATS)]
-                weight = _FIRM * (_FIRMER ** min(idle, 3) if start.over_bytes and mends % 2 else 1)
-                moves = _MENDING * plain << mends // _SAME_LENGTH
-                mends += 1
-            moves = min(moves, _LONGEST * plain)
+            worker.add(self._ordered(worker.own, number, moves=_ORDER_SHARE * first))
+        while not self.over and (number or not self._resting):
+            new = self._taken() if number else []
+            worker.take(new)
+            if worker.begins_anew and worker.fresh is None:
+                given = worker.starts[0]
+                worker.fresh = given if self.fixed else self._ordered(given, number, moves=first)
+            asked = worker.ask(offered=bool(new))
             found = self._round(
-                start.ops,
-                moves,
-                (heat, heat * _COOLED),
+                asked.start.ops,
+                asked.moves,
+                (asked.heat, asked.heat * _COOLED),
                 copies=True,
-                seed=worker + _WORKERS * (k + 1),
-                worker=worker,
-                weight=weight,
+                seed=number + _WORKERS * (worker.rounds + 1),
+                worker=number,
+                weight=asked.weight,
             )
-            idle = 0 if found.rank < own.rank else idle + 1
-            own = min(own, found, key=lambda f: f.rank)
-            if moves == _LONGEST * plain and idle >= _IDLE[worker]:
+            if worker.has_ended(found, asked):
                 break
-            k += 1
+
+    def _ordered(self, start: AnnealedRow, worker: int, *, moves: int) -> AnnealedRow:
+        """A round that changes only the order."""
+        return self._round(start.ops, moves, _ORDER_HEAT, copies=False, seed=worker, worker=worker)
 
     def _round(
         self,
@@ -242,6 +227,109 @@ class Hunt:
         )
         self._tell(found)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A round: the row that it starts from, its moves, its start temperature and its weight (None: the usual one)."""
+
+    start: AnnealedRow
+    moves: int
+    heat: float
+    weight: float | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Decides what each round of one worker starts from.
+
+    Attributes:
+        number: 0 for the worker that starts from the given order, 1 for the one that mends.
+        plain: operators of the graph.
+        first: moves of the first round.
+        starts: rows to start from; the given order is the first.
+        near: the rows that were offered last.
+        fresh: the row from which the second worker begins anew in graphs of few operators; made when first needed.
+        rounds, mends, long: how many rounds, rounds that mended, and other rounds were asked for.
+        mended, annealed: moves of both kinds.
+        idle: consecutive rounds without a better row.
+    """
+
+    number: int
+    plain: int
+    first: int
+    starts: list[AnnealedRow]
+    own: AnnealedRow = field(init=False)
+    near: list[AnnealedRow] = field(default_factory=list)
+    fresh: AnnealedRow | None = None
+    rounds: int = 0
+    mends: int = 0
+    long: int = 0
+    mended: int = 0
+    annealed: int = 0
+    idle: int = 0
+
+    def __post_init__(self) -> None:
+        self.own = min(self.starts, key=lambda f: f.rank)
+
+    @property
+    def few(self) -> bool:
+        return self.plain <= _FEW
+
+    @property
+    def mends_next(self) -> bool:
+        """Whether the next round mends: in graphs of few operators, half of the moves begin anew."""
+        return bool(self.near) and (not self.few or self.mended <= self.annealed)
+
+    @property
+    def begins_anew(self) -> bool:
+        return self.number > 0 and self.few and not self.mends_next
+
+    def add(self, row: AnnealedRow) -> None:
+        """Start from one more row."""
+        self.starts.append(row)
+        self.own = min(self.own, row, key=lambda f: f.rank)
+
+    def take(self, offered: list[AnnealedRow]) -> None:
+        """Mend the rows offered, from the next round on."""
+        if not offered:
+            return
+        first = not self.near
+        self.near, self.mends = offered, 0
+        if first or not self.few:
+            self.own = min(self.own, *offered, key=lambda f: f.rank)
+        self.starts += offered if self.few else []
+
+    def ask(self, *, offered: bool) -> _Asked:
+        """The next round; ``offered`` says whether rows were offered since the last one."""
+        k, plain = self.rounds, self.plain
+        start = self.own if k % 2 else self.starts[-1 - k // 2 % len(self.starts)]
+        heat = _HEATS[(k + self.number) % len(_HEATS)]
+        moves, weight = self.first << min(self.long, 40), None
+        mending = self.mends_next or (offered and self.few)
+        if mending and self.few:
+            start = self.near[-1] if offered else start
+            heat, weight, moves = heat * _SEEDED, _FIRM, _MENDING_FEW * plain << self.mends // _SAME_LENGTH
+        elif mending:
+            start = self.own if self.mends % 2 else self.near[self.mends // 2 % len(self.near)]
+            heat = _MENDING_HEATS[self.mends // 2 % len(_MENDING_HEATS)]
+            weight = _FIRM * (_FIRMER ** min(self.idle, 3) if start.over_bytes and self.mends % 2 else 1)
+            moves = _MENDING * plain << self.mends // _SAME_LENGTH
+        elif self.fresh is not None:
+            start, heat, moves = self.fresh, _WARM_HEATS[self.long % len(_WARM_HEATS)], max(moves, _WARM * plain)
+        moves = min(moves, _LONGEST * plain)
+        if mending:
+            self.mends, self.mended = self.mends + 1, self.mended + moves
+        else:
+            self.long, self.annealed = self.long + 1, self.annealed + moves
+        return _Asked(start=start, moves=moves, heat=heat, weight=weight)
+
+    def has_ended(self, found: AnnealedRow, asked: _Asked) -> bool:
+        """Count a round's result; whether rounds have their full length and too many brought nothing."""
+        self.rounds += 1
+        self.idle = 0 if found.rank < self.own.rank else self.idle + 1
+        self.own = min(self.own, found, key=lambda f: f.rank)
+        return asked.moves == _LONGEST * self.plain and self.idle >= _IDLE[self.number]
 
 
 def lowest_order(game: Game, *, deadline: float, stop_bytes: int, first_peak: int) -> tuple[int, ...]:
