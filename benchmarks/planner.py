@@ -30,19 +30,25 @@ from lowtide.planning.solver.solve import Order, Solver
 from lowtide.recording.graph import graph_of, operator_of
 
 CELLS: dict[str, dict[int, float | None]] = {
-    "rl1": {90: 0.0, 80: 0.3, 70: 2.2},
-    "rl2": {90: 0.0, 80: 0.0},
-    "rl3": {90: 0.03, 80: 2.3},
-    "rl4": {90: 0.4, 80: 2.5},
+    "rl1": {90: 0.0, 80: 0.3, 70: 2.2, 60: None},
+    "rl2": {90: 0.0, 80: 0.0, 70: None, 60: None},
+    "rl3": {90: 0.03, 80: 2.3, 70: None, 60: None},
+    "rl4": {90: 0.4, 80: 2.5, 70: None, 60: None},
     "fcn8": {80: 0.1, 70: 3.0},
-    "resnet50": {90: 0.1, 80: 0.3, 70: 0.8},
+    "resnet50": {90: 0.1, 80: 0.3, 70: 0.8, 50: None},
     "unet": {90: None, 80: None, 70: None, 60: None, 50: None},
-    "mobilenet": {80: None, 60: None},
+    "mobilenet": {80: None, 60: None, 50: None},
+    "vgg19": {90: None, 80: None},
+    "segnet": {80: None, 50: None},
 }
 """Per instance and share of the given order's peak, the least published extra time in percent."""
 TRACES = ("gpt2", "bert", "llama", "vit", "resnet", "unet", "unrolled", "lstm")
 SHARES = (50, 30)
 """Of what the given order adds to its floor: at half one instant decides, below it many do."""
+LAYERED = ((100, 250, 500, 1000), (0.3, 0.6, 1.0), (1, 2))
+"""Operators, widths and seeds of random layered graphs."""
+SHARES_OF_LAYERED = (90, 80, 70, 50)
+"""Of the given order's peak, in percent."""
 HARD = {"resnet", "unrolled"}
 """Those of which several instants decide at the lowest share: there the time limit matters."""
 LIMITS, TURNS = (2.0, 4.0, 8.0, 16.0), 3
@@ -110,6 +116,58 @@ def instances(folder: Path, seconds: float) -> list[dict[str, Any]]:
                 f"published {published}  {row['status']}, {row['solve_seconds']:.1f} s",
                 flush=True,
             )
+    return rows
+
+
+def layered(n: int, width: float, seed: int) -> Graph:
+    """A random layered graph of n operators, like those of Gagrani et al., "Neural topological ordering" (NeurIPS 2022).
+
+    Layers have ``width * sqrt(n)`` operators on average, give or take three quarters. An operator reads one of the layer
+    before, each other of them with a probability of 0.2, and with one of 0.14 one of any layer before that.
+    """
+    rnd = np.random.default_rng([n, round(100 * width), seed])
+    layers: list[list[int]] = []
+    links: list[tuple[int, int]] = []
+    made = 0
+    while made < n:
+        count = min(n - made, max(1, round(width * n**0.5 * rnd.uniform(0.25, 1.75))))
+        layer = list(range(made, made + count))
+        for v in layer:
+            if layers:
+                before = layers[-1]
+                sure = int(rnd.choice(before))
+                links += [(u, v) for u in before if u == sure or rnd.random() < 0.2]
+            if len(layers) > 1 and rnd.random() < 0.14:
+                links.append((int(rnd.choice(layers[int(rnd.integers(len(layers) - 1))])), v))
+        layers.append(layer)
+        made += count
+    nodes = [{"id": v, "bytes": int(rnd.integers(1, 5000)), "seconds": int(rnd.integers(0, 1000))} for v in range(n)]
+    about = {"name": f"layered {n} {width} {seed}"}
+    return from_json({"graph": about, "nodes": nodes, "links": [{"source": a, "target": b} for a, b in links]})
+
+
+def layers(seconds: float) -> list[dict[str, Any]]:
+    """Random layered graphs in free order, at shares of their given order's peak, down to the floor."""
+    rows = []
+    for n, width, seed in itertools.product(*LAYERED):
+        graph = layered(n, width, seed)
+        solver = Solver(graph, order=Order.FREE)
+        given, floor = solver.given.peak_bytes, solver.told_floor.bytes
+        for share in SHARES_OF_LAYERED:
+            budget = given * share // 100
+            if floor > budget:
+                continue
+            answer = Solver(graph, order=Order.FREE).at(budget, seconds=seconds)
+            row = {
+                "operators": n, "width": width, "seed": seed, "budget_percent": share, "status": answer.status.value,
+                "extra_percent": 100 * answer.extra_fraction if answer.status.has_plan else None,
+                "bound_percent": 100 * answer.time_bound.seconds / graph.base_seconds,
+                "floor_percent": 100 * floor / given, "solve_seconds": answer.solve_seconds,
+                "verified": check(answer.graph, to_json(answer)) == [],
+            }  # fmt: skip
+            rows.append(row)
+            print(f"layered {n:5} {width} {seed}  {share} %  {row['status']:10} extra {row['extra_percent']}  "
+                  f"bound {row['bound_percent']:.3f} %  floor {row['floor_percent']:.0f} %", flush=True)
     return rows
 
 
@@ -252,6 +310,7 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--traces", nargs="*", default=TRACES)
+    parser.add_argument("--layered", action="store_true", help="plan random layered graphs, too: 13 minutes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--picture", type=Path)
@@ -260,6 +319,7 @@ def main() -> None:
     found = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "instances": instances(given.graphs, given.seconds) if given.graphs else [],
+        "layered": layers(given.seconds) if given.layered else [],
         "recordings": recorded(recordings, given.seconds),
         "anytime": anytime(recordings),
         "scale": [row for share in SHARES for row in scale(tuple(given.sizes), share)],
