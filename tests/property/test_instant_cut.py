@@ -17,6 +17,8 @@ from lowtide.planning.bounds.instant_cut import InstantCut, applies
 from lowtide.planning.bounds.precedence import Instant
 from lowtide.planning.bounds.program_points import stages
 from lowtide.planning.check.check import check
+from lowtide.planning.check.points import Points
+from lowtide.planning.check.program import closed
 from lowtide.planning.graph import Graph
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import unfold
@@ -30,7 +32,7 @@ from property.test_long_graphs import blocks
 KINDS = [(3, 1.0), (1, 2.0), (8, 1.0), (5, 20.0), (2, 1.0)]
 CLOSE = 1e-5
 """HiGHS's tolerances, and what rounding capacities down takes, as shares of the graph's seconds."""
-MANY = settings(max_examples=60, deadline=None)
+MANY, MORE = settings(max_examples=60, deadline=None), settings(max_examples=200, deadline=None)
 
 
 def _asked(graph: Graph, fixed: bool, percent: int) -> tuple[Solver, int]:
@@ -58,13 +60,21 @@ def test_the_cuts_prove_what_the_relaxed_program_proves(graph: Graph, fixed: boo
 @MANY
 @given(full_graphs(most=14, once=3, held=True), st.booleans())
 def test_the_fewest_bytes_are_those_of_the_relaxed_program(graph: Graph, fixed: bool) -> None:
+    """The checker proves what is told of them, and at a budget of so many bytes something fits."""
     solver, _ = _asked(graph, fixed, 50)
+    points = Points(graph, fixed=fixed)
     for at in solver.instants:
         least = InstantCut(solver.game, solver.precedence, at).least_bytes
         relaxed = peak_bounds.closed_floor(solver.game, solver.precedence, at, seconds=60)
         assert relaxed.bytes == pytest.approx(least, abs=1 + 2e-6 * least)
         with mock.patch.object(peak_bounds, "LONG", 0):
-            assert peak_bounds.closed_floor(solver.game, solver.precedence, at, seconds=0).bytes == least
+            told = peak_bounds.closed_floor(solver.game, solver.precedence, at, seconds=0)
+        assert told.bytes <= least
+        if told.node >= 0:
+            assert closed(points, points.index[graph.nodes[told.node].id]) >= told.bytes
+        value = InstantCut(solver.game, solver.precedence, at).at(least).value
+        assert type(value) is float
+        assert value < math.inf
 
 
 def _seconds_to_come_back(solver: Solver, at: Instant, absent: AbstractSet[int], fetched: AbstractSet[int]) -> float:
@@ -139,6 +149,19 @@ def test_a_long_graph_is_bounded_and_planned_without_a_linear_program(monkeypatc
     assert 0 < bounds[0].seconds <= spent - solver.game.base_seconds <= bounds[0].seconds + 0.01 * solver.game.base_seconds
     assert time_bounds.price(solver.game, solver.precedence, bounds[0], budget, budget // 10) > 0
     assert solver.told_floor.method == "instant"
+
+
+@MORE
+@given(full_graphs(most=14, once=3, held=True), st.booleans(), st.integers(0, 3))
+def test_no_instant_but_the_highest_is_bounded_by_infinity(graph: Graph, fixed: bool, percent: int) -> None:
+    """Bounds stand in the answer, and the seconds at which a search ends are made of them."""
+    solver, budget = _asked(graph, fixed, percent)
+    with mock.patch.object(instant_cut, "LONG", 0):
+        spread = time_bounds.binding(solver.precedence, solver.instants, budget)
+        others = time_bounds.other_instants(solver.game, solver.precedence, spread, budget, deadline=math.inf)
+        for bound in others:
+            assert bound.seconds < math.inf
+            assert time_bounds.price(solver.game, solver.precedence, bound, budget, 1) < math.inf
 
 
 def test_what_a_cut_proves_passes_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,8 +137,8 @@ class InstantCut:
         if over <= 0:
             return CutAnswer(0.0)
         within, least = self._lightest(free)
-        if least > room:
-            return CutAnswer(np.inf)
+        if math.floor(least) > room:
+            return CutAnswer(math.inf)
         if within.bytes > room:  # bytes are counted in 32 bits: nearly no room, and no answer to show
             return CutAnswer(0.0)
         above = _Cut(self._needed & free, np.zeros_like(self._may), np.zeros_like(free), 0.0, over + room)
@@ -154,8 +154,8 @@ class InstantCut:
             else:
                 above = cut
         found = self._between(above, within, room)
-        absent = free & ~found.on
-        return CutAnswer(best, frozenset(np.nonzero(absent)[0].tolist()), frozenset(np.nonzero(found.fetched)[0].tolist()))
+        absent, fetched = (frozenset(np.nonzero(flags)[0].tolist()) for flags in (free & ~found.on, found.fetched))
+        return CutAnswer(float(best), absent, fetched)
 
     def _cheapest(self, free: Flags, price: float) -> tuple[_Cut, float]:
         """The choice that costs the fewest seconds if each byte on the board costs ``price``, and a bound on that cost."""

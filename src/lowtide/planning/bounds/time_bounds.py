@@ -114,8 +114,8 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
         return 0.0
     if found.method == "instant" and is_cut(game):
         cut = InstantCut(game, precedence, at[0])
-        saved = cut.at(budget_bytes).value - cut.at(budget_bytes + more_bytes).value
-        return max(0.0, saved) * (game.base_seconds or 1.0)
+        now, then = (cut.at(budget).value for budget in (budget_bytes, budget_bytes + more_bytes))
+        return max(0.0, now - then) * (game.base_seconds or 1.0) if now < np.inf else 0.0
     less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
     if not (less.ended and more.ended):
         return 0.0
@@ -236,7 +236,9 @@ def other_instants(
         for at in others:
             if time.monotonic() > weigh_until:
                 break
-            bounds.append(_cut_bound(game, at, InstantCut(game, precedence, at).at(budget_bytes)))
+            found = InstantCut(game, precedence, at).at(budget_bytes)
+            if found.value < np.inf:  # no schedule fits otherwise, which only the highest instant is asked to prove
+                bounds.append(_cut_bound(game, at, found))
         yield from sorted(bounds, key=lambda b: -b.seconds)[: _SOLVED - 1]
         return
     weighed: list[_Weighed] = []
