@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Set as AbstractSet
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -20,6 +22,7 @@ from lowtide.planning.check.check import check
 from lowtide.planning.check.points import Points
 from lowtide.planning.check.program import closed
 from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import unfold
 from lowtide.planning.search.checkpoints import SPACINGS, Crossings
@@ -119,6 +122,35 @@ def test_the_answer_is_whole_and_fits_at_the_instant(graph: Graph, percent: int,
     assert spent >= found.value * graph.base_seconds * (1 - CLOSE)
 
 
+def test_parts_that_change_keep_what_their_operators_read() -> None:
+    """Where one cut runs an operator for a value and the other has no need of it, both belong to the same part."""
+    sizes = {"w": 10, "v": 150, "x": 100, "big": 200, "end": 1}
+    nodes = [{"id": name, "bytes": size, "seconds": 1, "move": name not in "wv"} for name, size in sizes.items()]
+    nodes[0]["recompute"] = False
+    links = [{"source": a, "target": b} for a, b in ("wv", "vx")] + [{"source": a, "target": "end"} for a in ("x", "big")]
+    offload = {"write_bytes_per_second": 20.0, "read_bytes_per_second": 20.0}
+    solver = Solver(from_json({"nodes": nodes, "links": links, "graph": {"offload": offload}}))
+    at = solver.precedence.instant(3)
+    for budget in range(200, 312):
+        found = InstantCut(solver.game, solver.precedence, at).at(budget)
+        assert _seconds_to_come_back(solver, at, found.absent, found.fetched) >= found.value * 5 * (1 - CLOSE)
+
+
+def test_a_deadline_ends_the_search_for_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven then is weaker and holds, and the answer fits."""
+    solver = Solver(blocks(KINDS, 40))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) // 3
+    at = max(solver.instants, key=solver.precedence.bytes_once)
+    cut = InstantCut(solver.game, solver.precedence, at)
+    clock = itertools.chain([0.0, 0.0], itertools.repeat(1.0))
+    monkeypatch.setattr(instant_cut, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    early, whole = cut.at(budget, deadline=1.0), cut.at(budget)
+    assert 0 <= early.value < whole.value
+    on = at.done[solver.game.producer]
+    on[list(early.absent)] = False
+    assert solver.precedence.bytes_with(at, on) <= budget
+
+
 @pytest.mark.parametrize("percent", [30, 50, 80])
 def test_an_answer_for_equal_blocks_costs_at_most_one_block_more_than_the_bound(percent: int) -> None:
     """Between the two cheapest cuts, as many blocks change as the budget demands; the first of them are dropped."""
@@ -148,7 +180,7 @@ def test_a_long_graph_is_bounded_and_planned_without_a_linear_program(monkeypatc
     spent = min(play(solver.graph, unfold(solver.graph, solver.game.row(row))).seconds for row in fitting)
     assert 0 < bounds[0].seconds <= spent - solver.game.base_seconds <= bounds[0].seconds + 0.01 * solver.game.base_seconds
     assert time_bounds.price(solver.game, solver.precedence, bounds[0], budget, budget // 10) > 0
-    assert solver.told_floor.method == "instant"
+    assert solver.told_floor.bytes >= solver.floor.bytes
 
 
 @MORE
@@ -162,6 +194,14 @@ def test_no_instant_but_the_highest_is_bounded_by_infinity(graph: Graph, fixed: 
         for bound in others:
             assert bound.seconds < math.inf
             assert time_bounds.price(solver.game, solver.precedence, bound, budget, 1) < math.inf
+
+
+def test_a_proof_that_nothing_fits_is_no_bound_of_an_answer() -> None:
+    """It is for floors to prove; an answer's seconds stand in a file, and a search ends when a plan meets them."""
+    solver = Solver(blocks(KINDS, 20))
+    programs = solver.programs(solver.given.peak_bytes - 1, deadline=0.0)
+    nothing_fits = time_bounds.TimeBound(seconds=math.inf, method="instant", solved=True)
+    assert programs.prove([[nothing_fits], []]).seconds == 0.0
 
 
 def test_what_a_cut_proves_passes_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ it, so the answer is whole, and costs at most one part more than the bound.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,12 +123,15 @@ class InstantCut:
         """A lower bound on the peak: the fewest bytes at the instant from which everything can come back."""
         return self._own + int(self._game.bytes[self._stuck].sum()) + math.floor(self._lightest(self._free)[1])
 
-    def at(self, budget_bytes: int, *, kept: AbstractSet[int] = frozenset()) -> CutAnswer:
+    def at(
+        self, budget_bytes: int, *, kept: AbstractSet[int] = frozenset(), deadline: float = math.inf
+    ) -> CutAnswer:
         """The bound for a budget, and an answer close to it.
 
         Args:
             budget_bytes: the peak that no schedule may exceed.
             kept: values that must be on the board; what is proven then holds only for schedules that keep them.
+            deadline: time of :func:`time.monotonic` after which no further price is tried: what the prices so far prove holds.
         """
         stays = self._stuck.copy()
         stays[[v for v in kept if self._free[v]]] = True
@@ -145,7 +149,7 @@ class InstantCut:
         best, price = 0.0, 0.0
         for _ in range(_PRICES):
             before, price = price, (within.seconds - above.seconds) / (above.bytes - within.bytes)
-            if abs(price - before) <= _SAME * price:
+            if abs(price - before) <= _SAME * price or time.monotonic() >= deadline:
                 break
             cut, value = self._cheapest(free, price)
             best = max(best, value - price * room)
@@ -215,13 +219,14 @@ class InstantCut:
     def _between(self, above: _Cut, within: _Cut, room: int) -> _Cut:
         """The choice of ``above``, with that of ``within`` in as many independent parts as the room demands.
 
-        Where both differ, an operator belongs to a part with the values that it reads and computes. Any mix of whole parts
-        keeps the conditions of both. Parts that begin earliest in the order change first: backward reads their values last,
-        when most of the board is free.
+        Where both differ, an operator belongs to a part with the values that it reads and computes, unless both have the value
+        in the same way without running its operator. Any mix of whole parts keeps the conditions of both. Parts that begin
+        earliest in the order change first: backward reads their values last, when most of the board is free.
         """
         game, values, ops = self._game, len(self._game.value_nodes), self._game.plain
-        value_differs = (above.on != within.on) | (above.fetched != within.fetched)
         op_differs = above.runs != within.runs
+        same = (above.on & within.on) | (above.fetched & within.fetched)
+        value_differs = (above.on != within.on) | (above.fetched != within.fetched) | (op_differs[game.producer] & ~same)
         reads = op_differs[self._reader] & value_differs[self._read]
         makes = value_differs & op_differs[game.producer]
         tails = np.concatenate([self._reader[reads], game.producer[makes]])

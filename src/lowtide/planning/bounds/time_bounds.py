@@ -114,7 +114,9 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
         return 0.0
     if found.method == "instant" and is_cut(game):
         cut = InstantCut(game, precedence, at[0])
-        now, then = (cut.at(budget).value for budget in (budget_bytes, budget_bytes + more_bytes))
+        now, then = (
+            cut.at(budget, deadline=time.monotonic() + _PRICED).value for budget in (budget_bytes, budget_bytes + more_bytes)
+        )
         return max(0.0, now - then) * (game.base_seconds or 1.0) if now < np.inf else 0.0
     less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
     if not (less.ended and more.ended):
@@ -206,7 +208,7 @@ def highest_instant(
         seconds comes first.
     """
     if is_cut(game):
-        found = InstantCut(game, precedence, at).at(budget_bytes)
+        found = InstantCut(game, precedence, at).at(budget_bytes, deadline=deadline)
         if found.value == np.inf:
             yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
         else:
@@ -236,7 +238,7 @@ def other_instants(
         for at in others:
             if time.monotonic() > weigh_until:
                 break
-            found = InstantCut(game, precedence, at).at(budget_bytes)
+            found = InstantCut(game, precedence, at).at(budget_bytes, deadline=deadline)
             if found.value < np.inf:  # no schedule fits otherwise, which only the highest instant is asked to prove
                 bounds.append(_cut_bound(game, at, found))
         yield from sorted(bounds, key=lambda b: -b.seconds)[: _SOLVED - 1]
@@ -307,7 +309,7 @@ class Alone:
     def absent(self, budget_bytes: int, *, seconds: float, kept: AbstractSet[int] = frozenset()) -> TimeBound:
         """What the answer for a budget leaves absent if ``kept`` values stay on the board; ``NOTHING`` if none is found."""
         if is_cut(self._game):
-            cut = self._cut.at(budget_bytes, kept=kept)
+            cut = self._cut.at(budget_bytes, kept=kept, deadline=time.monotonic() + seconds)
             return replace(_cut_bound(self._game, self._at, cut), seconds=0.0) if cut.absent else NOTHING
         program = self._program
         program.low[0] = -(budget_bytes - self._own) / self._budget  # the budget is the first row

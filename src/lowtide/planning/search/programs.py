@@ -426,7 +426,7 @@ class Programs:
         return self.precedence.fixed and self.game.plain > LARGE
 
     def _stronger(self, best: TimeBound, other: TimeBound) -> TimeBound:
-        if other.seconds <= best.seconds:
+        if not best.seconds < other.seconds < np.inf:  # infinite: no schedule fits, which is for floors to prove
             return best
         self.hunt.demand(self.game.base_seconds * (1 + SAME) + other.seconds)
         return other

@@ -2,8 +2,8 @@
 
 Round ``k`` of a worker depends only on the graph, the budget, its starts and ``k``, never on the time limit: more time runs
 the same rounds and then more of them. The first worker starts from the given order. The second waits for offered rows, and
-alternates between mending the most recent ones and its own best row. When programs offer rows, or ask the first worker for its
-core, depends on the clock, and so do the results.
+alternates between mending the most recent ones and its own best row; in graphs of few operators, it also begins anew from an
+order of low peak. When programs offer rows, or ask the first worker for its core, depends on the clock, and so do the results.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _FEW = 1000
 there."""
 _SEEDED, _MENDING_FEW = 0.03, 200
 """Factor on ``_HEATS`` for these rounds, and moves per operator of the shortest of them."""
-_WARM_HEATS, _WARM = (3e-2, 1e-1, 1e-2), 2000
-"""Start temperatures of the second worker's rounds there that begin anew, and moves per operator of the shortest of them."""
+_WARM_HEATS, _WARM, _WARM_MOST = (3e-2, 1e-1, 1e-2), 2000, 400_000
+"""Start temperatures of the second worker's rounds there that begin anew; moves of the shortest of them, per operator and at
+most."""
 _SAME_LENGTH = 8
 """Number of mending rounds of equal length before the length doubles."""
 _IDLE = (40, 12)
@@ -283,7 +284,8 @@ class _Worker:
 
     @property
     def begins_anew(self) -> bool:
-        return self.number > 0 and self.few and not self.mends_next
+        """Whether the next round starts from a fresh order of low peak."""
+        return bool(self.near) and self.few and not self.mends_next
 
     def add(self, row: AnnealedRow) -> None:
         """Start from one more row."""
@@ -315,8 +317,9 @@ class _Worker:
             heat = _MENDING_HEATS[self.mends // 2 % len(_MENDING_HEATS)]
             weight = _FIRM * (_FIRMER ** min(self.idle, 3) if start.over_bytes and self.mends % 2 else 1)
             moves = _MENDING * plain << self.mends // _SAME_LENGTH
-        elif self.fresh is not None:
-            start, heat, moves = self.fresh, _WARM_HEATS[self.long % len(_WARM_HEATS)], max(moves, _WARM * plain)
+        elif self.begins_anew and self.fresh is not None:
+            start, heat = self.fresh, _WARM_HEATS[self.long % len(_WARM_HEATS)]
+            moves = max(moves, min(_WARM * plain, _WARM_MOST))
         moves = min(moves, _LONGEST * plain)
         if mending:
             self.mends, self.mended = self.mends + 1, self.mended + moves
