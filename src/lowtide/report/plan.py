@@ -136,6 +136,7 @@ def show_plan(found: PlanReport) -> None:
     meaning = {
         "stuck": f"{means} cannot go below this",
         "instant": f"{means} cannot go below this: a recomputed value needs its inputs",
+        "order": f"{means} cannot go below this in any order: a recomputed value needs its inputs",
         "forced": "no order that runs every operator once goes below this",
         "cut": "no order that runs every operator once goes below this (minimum cut)",
     }

@@ -26,20 +26,16 @@ from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
+from lowtide.planning.bounds.flow import minimum_cut
 from lowtide.planning.bounds.precedence import Flags, Instant, Precedence
 from lowtide.planning.bounds.program_points import again_for
 from lowtide.planning.graph_arrays import Game
 
 LONG = 5000
 """Graphs of more operators than this are bounded by cuts first, and by the solver only if there is time left."""
-_TOTAL, _MOST = 2**29, 2**30 - 1
-"""Capacity of all edges to the sink together, and of one edge, at most: flows, and the sums of a flow and a capacity, are
-counted in 32 bits. An edge with the second is never full."""
-_UNITS = (1.0, 2.0**-10)
-"""Units of the whole capacities of two flows: the second finds what rounding took from the first."""
 _PRICES = 40
 """Largest number of prices that are tried; in practice it takes three to twelve."""
 _SAME = 1e-9
@@ -192,25 +188,16 @@ class InstantCut:
         producer = game.producer[v]
         returns = self._may[producer]
         reads = self._may[self._reader] & free[self._read]
-        total = float(running[o].sum() + holding[v[~returns]].sum())
-        scale = _TOTAL / total if total > 0 else 1.0
         tails = np.concatenate([v, values + self._reader[reads], values + o, np.full(len(needed), source)])
         heads = np.concatenate([np.where(returns, values + producer, sink), self._read[reads], np.full(len(o), sink), needed])
         capacity = np.concatenate([
-            holding[v] * scale, np.full(int(reads.sum()), np.inf), running[o] * scale, np.full(len(needed), np.inf)
+            holding[v], np.full(int(reads.sum()), np.inf), running[o], np.full(len(needed), np.inf)
         ])  # fmt: skip
-        left = coo_array((capacity, (tails, heads)), shape=(sink + 1, sink + 1)).tocsr()
-        value = 0.0
-        for unit in _UNITS:
-            flow = maximum_flow(_floored(left, unit), source, sink)
-            value += flow.flow_value * unit
-            left = left - flow.flow * unit
-        left = _floored(left, _UNITS[-1])
-        chosen = np.zeros(sink + 1, dtype=bool)
-        chosen[breadth_first_order(left, source, return_predecessors=False)] = True
+        total = float(running[o].sum() + holding[v[~returns]].sum())
+        chosen, value = minimum_cut(tails, heads, capacity, source=source, sink=sink, total=total)
         runs = chosen[values:source] & self._may
         had = chosen[:values] & free & ~runs[game.producer]
-        return self._of(had & ~moved, runs, had & moved), value / scale
+        return self._of(had & ~moved, runs, had & moved), value
 
     def _of(self, on: Flags, runs: Flags, fetched: Flags) -> _Cut:
         seconds = float(self._price[runs].sum() + self._fetch_price[fetched].sum())
@@ -249,11 +236,3 @@ class InstantCut:
             np.where(for_values, within.fetched, above.fetched),
         )  # fmt: skip
         return found if found.bytes <= room else within
-
-
-def _floored(capacity: csr_array, unit: float) -> csr_array:
-    """Capacities as whole numbers of units, rounded down, without those that are zero."""
-    found = csr_array(capacity, copy=True)
-    found.data = np.clip(np.floor(capacity.data / unit), 0, _MOST).astype(np.int32)
-    found.eliminate_zeros()
-    return found

@@ -15,6 +15,7 @@ from scipy.sparse.csgraph import maximum_flow
 
 from lowtide.planning.bounds.bound_program import EXACT
 from lowtide.planning.bounds.instant_cut import LONG, InstantCut
+from lowtide.planning.bounds.order_cut import OrderCut
 from lowtide.planning.bounds.precedence import Instant, Precedence, certain_in_order
 from lowtide.planning.bounds.program_points import stages
 from lowtide.planning.graph_arrays import Game, profile
@@ -34,8 +35,8 @@ class PeakBound:
     Attributes:
         bytes: the bound.
         node: the node whose first run proves it; -1 if resident values alone do.
-        method: ``stuck`` (values without a way back), ``instant`` (additionally what the others need to come back), ``forced``
-            (values computed before and read after), ``cut`` (minimum cut).
+        method: ``stuck`` (values without a way back), ``instant`` (additionally what the others need to come back), ``order``
+            (the same over all orders), ``forced`` (values computed before and read after), ``cut`` (minimum cut).
     """
 
     bytes: int
@@ -92,6 +93,28 @@ def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: fl
     program.low[0] = own / most
     found = program.solve(seconds, whole=False)
     return PeakBound(bytes=int(found.value * most * (1 - EXACT)), node=game.nodes[at.op], method="instant")
+
+
+def any_order(game: Game, precedence: Precedence, instants: Sequence[Instant], *, deadline: float) -> PeakBound:
+    """The lower bound on the peak from single instants in free order, over all sets of operators that may have run by then.
+
+    Args:
+        game: the game.
+        precedence: of the game, in free order.
+        instants: the instants, in the order in which they are looked at.
+        deadline: time of :func:`time.monotonic` after which no further instant is looked at.
+
+    Returns:
+        The bound of the best instant; 0 bytes if there was none.
+    """
+    best = PeakBound(bytes=0, node=-1, method="order")
+    for at in instants:
+        if time.monotonic() >= deadline:
+            break
+        size = int(OrderCut(game, precedence, at).least_bytes * (1 - EXACT))
+        if size > best.bytes and at.op != game.last:
+            best = PeakBound(bytes=size, node=game.nodes[at.op], method="order")
+    return best
 
 
 def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, seconds: float = np.inf) -> PeakBound:

@@ -17,6 +17,7 @@ import numpy as np
 from lowtide.planning.bounds import instant_cut
 from lowtide.planning.bounds.bound_program import WHOLE, Program, Solved
 from lowtide.planning.bounds.instant_cut import CutAnswer, InstantCut
+from lowtide.planning.bounds.order_cut import OrderCut
 from lowtide.planning.bounds.peak_bounds import looked_at
 from lowtide.planning.bounds.precedence import Instant, Precedence, chain
 from lowtide.planning.bounds.program_points import stages
@@ -45,8 +46,9 @@ class TimeBound:
     Attributes:
         seconds: the bound.
         method: ``none``, ``instants`` (each instant's values against the budget), ``instant`` (one instant, with everything
-            that must run again to bring absent values back), ``chain`` (what must be on the board from one instant to the
-            next), ``search`` (exhaustive search of all schedules).
+            that must run again to bring absent values back), ``order`` (the same over all sets of operators that may have run
+            by then), ``chain`` (what must be on the board from one instant to the next), ``search`` (exhaustive search of all
+            schedules).
         solved: whether the program was solved to optimality; otherwise ``seconds`` is its bound at the time limit.
         nodes: the nodes whose first runs are the program's instants; empty for ``instants``, which uses all that bind.
         windows: the windows for which ``chain`` has rows: first and last instant (indices into ``nodes``; their count for the
@@ -110,13 +112,15 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
             program = _over_instants(game, precedence, looked_at(game, precedence), budget) or Program()
         return program.solve(_PRICED, whole=False)
 
-    if found.method not in ("instant", "instants", "chain"):
+    if found.method not in ("instant", "instants", "chain", "order"):
         return 0.0
-    if found.method == "instant" and is_cut(game):
-        cut = InstantCut(game, precedence, at[0])
-        now, then = (
-            cut.at(budget, deadline=time.monotonic() + _PRICED).value for budget in (budget_bytes, budget_bytes + more_bytes)
-        )
+    if found.method == "order" or (found.method == "instant" and is_cut(game)):
+        one = (OrderCut if found.method == "order" else InstantCut)(game, precedence, at[0])
+
+        def cut(budget: int) -> float:
+            return one.at(budget, deadline=time.monotonic() + _PRICED).value
+
+        now, then = cut(budget_bytes), cut(budget_bytes + more_bytes)
         return max(0.0, now - then) * (game.base_seconds or 1.0) if now < np.inf else 0.0
     less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
     if not (less.ended and more.ended):
@@ -225,6 +229,24 @@ def solved_instant(
     if one.relaxed.impossible:
         yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
     yield from _solved(game, one, deadline)
+
+
+def any_order(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """Bounds of single instants in free order, over all sets of operators that may have run by then (``order_cut``).
+
+    The highest instants come first, as time allows. None where transfers overlap with computing, or no board fits.
+    """
+    if precedence.fixed or not instant_cut.applies(game):
+        return
+    for at in binding(precedence, instants, 0):
+        if time.monotonic() >= deadline:
+            return
+        found = OrderCut(game, precedence, at).at(budget_bytes, deadline=deadline)
+        if 0 < found.value < np.inf and at.op != game.last:
+            seconds = found.value * (game.base_seconds or 1.0)
+            yield TimeBound(seconds=seconds, method="order", solved=False, nodes=(game.nodes[at.op],))
 
 
 def other_instants(

@@ -14,8 +14,8 @@ from lowtide.planning.check.points import UnknownNode
 from lowtide.planning.graph import Graph
 from lowtide.planning.status import Status
 
-_PEAK_METHODS = ("stuck", "instant", "forced", "cut")
-_TIME_METHODS = ("none", "search", "instant", "instants", "chain")
+_PEAK_METHODS = ("stuck", "instant", "order", "forced", "cut")
+_TIME_METHODS = ("none", "search", "instant", "instants", "order", "chain")
 _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
 """Fields of a whole solution that the points of its curve do not have."""
 _OF_A_POINT = frozenset((

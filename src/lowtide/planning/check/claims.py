@@ -113,9 +113,9 @@ class Claims:
         """Check the bound on the peak of all schedules; without a budget, of all that run every operator once."""
         if method == "stuck":
             proved = self.points.floor(node)
-        elif method == "instant":
-            self.claim(node is not None, "bound.method is instant, but bound.node names none")
-            proved = 0 if node is None else closed(self.points, self.points.index[node])
+        elif method in ("instant", "order"):
+            self.claim(node is not None, f"bound.method is {method}, but bound.node names none")
+            proved = 0 if node is None else closed(self.points, self.points.index[node], any_order=method == "order")
         else:
             single = self.solution["budget_bytes"] is None
             self.claim(single, f"bound.method is {method}, which holds for running every operator once, but there is a budget")
@@ -275,6 +275,10 @@ class Claims:
             self.claim(follow, "the bound's instants are not operators that first run one after the other in every schedule")
             if not follow:
                 return 0.0
+            if told["extra_method"] == "order":
+                self.claim(len(at) == 1, "the bound over all orders must have one instant")
+                found.any_order(at[0])
+                return found.solve(claimed / base) * base
             found.several(at)
             found.windows(at, [(start, end, self.points.index[x]) for start, end, x in told.get("windows", ())])
         return found.solve(claimed / base) * base

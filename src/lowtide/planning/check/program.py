@@ -171,13 +171,56 @@ class Program:
         self.row(write_terms, (math.fsum(nodes[o].seconds for o in after) - rest) / self.base)
         self.row(read_terms, (math.fsum(nodes[o].seconds for o in before) - rest) / self.base)
 
-    def least_bytes(self, op: int) -> float:
+    def least_bytes(self, op: int, *, any_order: bool) -> float:
         """Fewest bytes on the board when an operator first runs, as a share of the budget; infinite if above all of it."""
-        self.several([op], channels=False)
+        if any_order:
+            self.any_order(op)
+        else:
+            self.several([op], channels=False)
         self.cost = [0.0] * len(self.cost)
         self.rows[0] |= {self.var("peak", 1.0): 1.0}
         self.low[0] = self.points.least(op, set()) / self.budget
         return self._solved(whole=False)
+
+    def any_order(self, op: int) -> None:
+        """Add the rows of one instant over all sets of operators that may have run by then.
+
+        ``("ran", o)``: operator ``o`` has run before the instant. Operators that follow it in every schedule have no variable.
+        """
+        points, nodes = self.points, self.nodes
+        before, after = points.around(op)
+        later = after | {op}
+
+        def ran(o: int, factor: float) -> dict[int, float]:
+            return {} if o in later else {self.var(("ran", o)): factor}
+
+        here = [v for v, n in enumerate(nodes) if not n.resident and points.leader(v) not in later]
+        room = (points.least(op, set()) - self.budget) / self.budget
+        taken_over = points.overwritten(op)
+        self.row({self.var(("on", 0, v)): -nodes[v].bytes / self.budget for v in here if v not in taken_over}, room)
+        for o in before:
+            self.row(ran(o, 1.0), 1.0)
+        for o in points.ops:
+            if o in later:
+                continue
+            for p in points.needed[o]:
+                if not nodes[p].resident:
+                    self.row(ran(points.leader(p), 1.0) | ran(o, -1.0), 0.0)
+            if nodes[o].recompute:
+                self.row(ran(o, 1.0) | {self.run(o, "later"): -1.0}, 0.0)
+        for v in here:
+            there = {self.var(("on", 0, v)): 1.0}
+            if v in points.needed[op] and v not in taken_over:
+                self.row(dict(there), 1.0)
+            there |= self.back(v, "later", "later") | ran(points.leader(v), -1.0)
+            until = nodes[v].held_until
+            if nodes[v].keep:
+                self.row(dict(there), 0.0)
+            if until is not None:
+                self.row(there | ran(points.leader(until), 1.0), 0.0)
+            for o in points.readers[v]:
+                again = {self.run(o, "later"): -1.0} if o not in later and nodes[o].recompute else {}
+                self.row(there | ran(o, 1.0) | again, 0.0)
 
     def between(self, t: int, at: list[int], sides: list[tuple[set[int], set[int]]], made: set[int]) -> None:
         """Add the rows of stretch ``t``: a value on the board at its end, or read in it, was there before or came back in it.
@@ -252,7 +295,7 @@ class Program:
 
     def solve(self, enough: float) -> float:
         """The program's lower bound: relaxed if that proves ``enough``, otherwise with whole variables."""
-        if not self.rows:
+        if not self.rows or not self.cost:
             return 0.0
         relaxed = self._solved(whole=False)
         return relaxed if relaxed * (1 + TOLERANCE) >= enough else max(relaxed, self._solved(whole=True))
@@ -271,12 +314,20 @@ class Program:
         return float(proven or 0.0) / _SCALE
 
 
-def closed(points: Points, op: int) -> int:
-    """Fewest bytes on the board when an operator first runs, given what absent values need in order to come back."""
+def closed(points: Points, op: int, *, any_order: bool = False) -> int:
+    """Fewest bytes on the board when an operator first runs, given what absent values need in order to come back.
+
+    Args:
+        points: the graph's program points.
+        op: the operator.
+        any_order: whether to look at all sets of operators that may have run by then, not only at those that must have.
+    """
     before, after = points.around(op)
     most = max(1, points.least(op, points.wanted(op, before, after) | points.must_be_resident(op, before, after)))
+    if any_order:
+        most = max(1, sum(n.bytes for n in points.graph.nodes) + points.graph.nodes[op].workspace_bytes)
     base = math.fsum(n.seconds for n in points.graph.nodes if not n.resident) or 1.0
-    return math.floor(min(1.0, Program(points, most, base).least_bytes(op)) * most)
+    return math.floor(min(1.0, Program(points, most, base).least_bytes(op, any_order=any_order)) * most)
 
 
 def cut(points: Points, node: Any) -> int:

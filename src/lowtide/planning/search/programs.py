@@ -41,6 +41,8 @@ _SET_UP = 2e-4
 _SOLVED = 2e-4
 """Seconds per operator that must be left to solve the program of one instant of a long graph, which cuts have bounded: to
 set it up, to relax it, and to search for a whole answer."""
+_ORDERS_SECONDS = 4.0
+"""Time limit of the bounds over all orders but the first, which offer no rows."""
 _LEAST_SECONDS = 0.2
 """Seconds that must be left to start a further program of several instants."""
 _NEAR = 5e-4
@@ -113,7 +115,13 @@ class Programs:
         Returns:
             The strongest bound.
         """
-        best, several = self._begun(single)
+        orders = time_bounds.any_order(
+            self.bound_game, self.precedence, self.instants, self.budget, deadline=self.hunt.deadline
+        )
+        best, several = self._begun(single, self._stronger(time_bounds.NOTHING, next(orders, time_bounds.NOTHING)))
+        until = time.monotonic() + _ORDERS_SECONDS
+        for one in itertools.takewhile(lambda _: not self.hunt.over and time.monotonic() < until, orders):
+            best = self._stronger(best, one)
         if self.hunt.over:
             return best
         if several is not None:
@@ -200,13 +208,17 @@ class Programs:
         """Whether a row stays within the budget."""
         return self._over(row) <= 0
 
-    def _begun(self, single: Sequence[Iterable[TimeBound]]) -> tuple[TimeBound, Chain | None]:
+    def _begun(self, single: Sequence[Iterable[TimeBound]], ordered: TimeBound) -> tuple[TimeBound, Chain | None]:
         """Offer rows from what programs leave absent; instants at which such a row exceeds the budget are added to a program.
+
+        Args:
+            single: as in :meth:`prove`.
+            ordered: the strongest bound so far.
 
         Returns:
             The strongest bound, and the last program of several instants if its rows come close to the budget.
         """
-        found = best = time_bounds.NOTHING
+        found, best = time_bounds.NOTHING, ordered
         rows: Rows = []
         row: tuple[int, ...] = ()
         for k, proven in enumerate(single):

@@ -47,6 +47,8 @@ SECONDS = 8.0
 """Default time limit of a search, in seconds."""
 _FLOOR_SECONDS = 5.0
 """Time limit, in seconds, of the program for the floor, which takes no longer than the first program of a search."""
+_ORDERS_SHARE = 0.05
+"""Share of a search's time limit for the floor over all orders, which may rule the budget out."""
 _PLAYED, _PLAYED_SHARE = 2.0, 0.1
 """Time reserved for judging the rows found: this multiple of the time to play the given order, at most this share of the
 limit."""
@@ -163,8 +165,10 @@ class Solver:
         limit = min(seconds, _FLOOR_SECONDS)
         if limit <= 0:
             return self.floor
-        highest = time_bounds.binding(self.precedence, self.instants, 0)[:1]
-        closed = [peak_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
+        began, highest = time.monotonic(), time_bounds.binding(self.precedence, self.instants, 0)
+        closed = [peak_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest[:1]]
+        if not self.fixed and closed and closed[0].bytes:
+            closed.append(peak_bounds.any_order(self.bound_game, self.precedence, highest, deadline=began + limit))
         found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
         if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # otherwise time may have run out
             self._closed = found
@@ -327,6 +331,10 @@ class Solver:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
             bound_ = time_bounds.all_instants(self.bound_game, self.precedence, self.instants, budget, seconds=seconds)
             return self._best(budget, rows, bound_, began, 0, ranked=False)
+        if not self.fixed:
+            lowest = self.closed_floor(seconds=_ORDERS_SHARE * seconds)
+            if lowest.bytes > budget:
+                return self._answer(Status.INFEASIBLE, budget, self.row, time_bounds.NOTHING, began, 0, peak_bound=lowest)
         programs = self.programs(budget, deadline=deadline, seeds=seeds, progress=progress)
         hunt = programs.hunt
         with kept_ready() if self.game.plain > LARGE else contextlib.nullcontext():
