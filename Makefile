@@ -9,7 +9,7 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process tests/faults
 
-.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device bench-planted bench-corpus mutate picture clean
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-predicted bench-record bench-leaks bench-guard bench-sizes bench-device bench-planted bench-corpus mutate picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -62,7 +62,7 @@ picture: $(STAMP)
 # GRAPHS: a folder of planning instances as node-link JSON (docs/planner.md says whose).
 bench-planner: $(STAMP)
 	$(BIN)/python -m pip install --quiet matplotlib
-	$(BIN)/python benchmarks/planner.py $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json \
+	$(BIN)/python benchmarks/planner.py --layered $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json \
 		--picture docs/images/scale.png
 
 bench-leaks: $(STAMP)
@@ -100,6 +100,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
 	$(BIN)/python benchmarks/resident.py --json benchmarks/results/resident.json
 	$(BIN)/python benchmarks/checkpointed.py --without --json benchmarks/results/checkpointed.json
+
+# Twenty models at four budgets: an hour, on a machine with nothing else to do.
+bench-predicted: $(STAMP)
+	$(BIN)/python benchmarks/predicted.py --json benchmarks/results/predicted.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
 $(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c src/lowtide/planning/unit/player.cpp src/lowtide/runtime/gate.cpp

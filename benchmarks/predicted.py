@@ -91,7 +91,7 @@ class _UNet(nn.Module):
         super().__init__()
         widths = (3, 16, 32, 64)
         self.down = nn.ModuleList(self._block(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
-        self.up = nn.ModuleList(self._block(a, b) for a, b in ((64, 32), (64, 16), (32, 16)))
+        self.up = nn.ModuleList(self._block(a, b) for a, b in ((64, 32), (96, 16), (48, 16)))
         self.last = nn.Conv2d(16, 1, 1)
 
     @staticmethod
@@ -123,7 +123,9 @@ MODELS: dict[str, Callable[[], Step]] = {
     "vit": models.vit,
     "t5": lambda: _seq2seq(
         hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=4096, d_model=256, d_ff=1024, num_layers=4, num_heads=8, d_kv=32)
+            hf.T5Config(
+                vocab_size=4096, d_model=256, d_ff=1024, num_layers=4, num_heads=8, d_kv=32, decoder_start_token_id=0
+            )
         ),
         4096,
     ),
@@ -165,7 +167,7 @@ MODELS: dict[str, Callable[[], Step]] = {
         hf.MixtralConfig(**_small(num_hidden_layers=3, num_key_value_heads=4, num_local_experts=4, intermediate_size=512)),
         hf.MixtralForCausalLM, 2,
     ),
-    "mixer": lambda: _squares(_Mixer(), 16, 256, 256),
+    "mixer": lambda: _squares(_Mixer(), 4, 256, 256),
     "unet": lambda: _squares(_UNet(), 4, 3, 128, 128),
 }  # fmt: skip
 
