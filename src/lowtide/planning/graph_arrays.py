@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +108,22 @@ class Game:
     def returns(self) -> NDArray[np.bool_]:
         """Per value, whether it can be placed again, by recomputing or fetching it."""
         found: NDArray[np.bool_] = self.again[self.producer] | (self.fetcher >= 0)
+        return found
+
+    @cached_property
+    def reads(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Every read of a plain operator, as two arrays: the operator, and the value that it reads."""
+        lengths = np.fromiter((len(i) for i in self.inputs[: self.plain]), dtype=np.int64, count=self.plain)
+        read = np.fromiter(chain.from_iterable(self.inputs[: self.plain]), dtype=np.int64, count=int(lengths.sum()))
+        return np.repeat(np.arange(self.plain), lengths), read
+
+    @cached_property
+    def moving_price(self) -> Floats:
+        """Per value, what moving it costs, there and back, as a share of the graph's seconds; infinite if it cannot move."""
+        found = np.full(len(self.value_nodes), np.inf)
+        moves = self.fetcher >= 0
+        fetch = self.fetcher[moves]
+        found[moves] = (self.seconds[fetch] + self.once[fetch]) / (self.base_seconds or 1.0)
         return found
 
     @cached_property

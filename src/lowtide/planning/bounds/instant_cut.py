@@ -21,8 +21,6 @@ import math
 import time
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,32 +85,20 @@ class InstantCut:
             precedence: of the game.
             at: the instant.
         """
-        self._game, self._precedence, self._at = game, precedence, at
+        self._game = game
         made = at.done[game.producer]
         self._own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
         here = made.copy()
         here[game.olds(at.op)] = False
         self._stuck: Flags = here & precedence.stuck(at)
         self._free: Flags = here & ~self._stuck
-        lengths = np.fromiter((len(i) for i in game.inputs[: game.plain]), dtype=np.int64, count=game.plain)
-        self._reader = np.repeat(np.arange(game.plain), lengths)
-        self._read = np.fromiter(chain.from_iterable(game.inputs[: game.plain]), dtype=np.int64, count=int(lengths.sum()))
+        self._reader, self._read = game.reads
         needed = precedence.forced(at)
         later = at.ahead[self._reader] & made[self._read]
         needed[self._read[later]] = True
         self._needed: Flags = needed & self._free
         self._may: Flags = at.done[: game.plain] & again_for(game, frozenset())
         self._price = np.asarray(game.lists.price[: game.plain])
-
-    @cached_property
-    def _fetch_price(self) -> NDArray[np.float64]:
-        """Per value, what moving it costs, there and back, as a share of the graph's seconds; infinite if it cannot move."""
-        game = self._game
-        found = np.full(len(game.value_nodes), np.inf)
-        moves = game.fetcher >= 0
-        fetch = game.fetcher[moves]
-        found[moves] = (game.seconds[fetch] + game.once[fetch]) / (game.base_seconds or 1.0)
-        return found
 
     @property
     def least_bytes(self) -> int:
@@ -159,8 +145,8 @@ class InstantCut:
 
     def _cheapest(self, free: Flags, price: float) -> tuple[_Cut, float]:
         """The choice that costs the fewest seconds if each byte on the board costs ``price``, and a bound on that cost."""
-        holding = np.minimum(price * self._game.bytes, self._fetch_price)
-        return self._cut(free, holding, self._price, moved=self._fetch_price < price * self._game.bytes)
+        holding = np.minimum(price * self._game.bytes, self._game.moving_price)
+        return self._cut(free, holding, self._price, moved=self._game.moving_price < price * self._game.bytes)
 
     def _lightest(self, free: Flags) -> tuple[_Cut, float]:
         """The choice with the fewest bytes on the board, and a bound on those bytes."""
@@ -200,7 +186,7 @@ class InstantCut:
         return self._of(had & ~moved, runs, had & moved), value
 
     def _of(self, on: Flags, runs: Flags, fetched: Flags) -> _Cut:
-        seconds = float(self._price[runs].sum() + self._fetch_price[fetched].sum())
+        seconds = float(self._price[runs].sum() + self._game.moving_price[fetched].sum())
         return _Cut(on, runs, fetched, seconds, int(self._game.bytes[on].sum()))
 
     def _between(self, above: _Cut, within: _Cut, room: int) -> _Cut:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +53,7 @@ class OrderCut:
             at: the instant.
         """
         ops, values = game.plain, len(game.value_nodes)
-        lengths = np.fromiter((len(i) for i in game.inputs[:ops]), dtype=np.int64, count=ops)
-        reader = np.repeat(np.arange(ops), lengths)
-        read = np.fromiter(chain.from_iterable(game.inputs[:ops]), dtype=np.int64, count=int(lengths.sum()))
+        reader, read = game.reads
         self._producer = producer = game.producer.astype(np.int64)
         self._own = precedence.bytes_with(at, np.zeros(values, dtype=bool))
         olds = game.olds(at.op)
@@ -68,10 +65,7 @@ class OrderCut:
         self._again: Flags = again_for(game, frozenset())
         self._price = np.asarray(game.lists.price[:ops])
         self._size = game.bytes.astype(np.float64)
-        self._moving = np.full(values, np.inf)
-        moves = game.fetcher >= 0
-        fetch = game.fetcher[moves]
-        self._moving[moves] = (game.seconds[fetch] + game.once[fetch]) / (game.base_seconds or 1.0)
+        self._moving = game.moving_price
         ran, stays, done = np.arange(ops), ops + np.arange(ops), 2 * ops + np.arange(values)
         self._source, self._sink = 2 * ops + values, 2 * ops + values + 1
         pinned = np.nonzero(game.pin >= 0)[0]
