@@ -64,7 +64,7 @@ def run(make: Callable[[], zoo.Job] = layers, share: float = 0.5, **how: Any) ->
     return found
 
 
-needs_gate = pytest.mark.skipif(gate.script_of([], [], []) is None, reason="the gate was not built")
+needs_gate = pytest.mark.skipif(gate.script_of([], [], [], []) is None, reason="the gate was not built")
 
 
 @needs_gate

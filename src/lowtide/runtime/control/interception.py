@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from lowtide.planning.unit.plan_file import Plan, dropped_sites
-from lowtide.runtime.budget import Budget
-from lowtide.runtime.device.accelerator import is_accelerator
+from lowtide.runtime.budget import SLACK_BYTES, Budget
+from lowtide.runtime.device.accelerator import HOST, is_accelerator
 from lowtide.runtime.device.accelerator_meter import AcceleratorMeter
 from lowtide.runtime.device.file_tier import FileTier
 from lowtide.runtime.device.find_meter import find_meter
+from lowtide.runtime.device.heap_meter import HeapMeter
 from lowtide.runtime.device.memory_meter import Meter
 from lowtide.runtime.device.pinned_tier import PinnedTier
+from lowtide.runtime.gate import Gate, gate_of, script_of
 from lowtide.runtime.intercept.mode_stack import ModeStack
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.online.eviction import Evictor
@@ -28,6 +30,9 @@ from lowtide.runtime.storage.arguments import written_by
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.op_schema import OpInfo
 from lowtide.runtime.units.recorded_unit import RetainedBytes
+
+FAST: Final = 1e9
+"""Bytes per second at which offloading is so cheap that recomputing need not be weighed against it."""
 
 
 @final
@@ -101,15 +106,75 @@ class Interception:
         self.clock.detailed = True
         self._note_into(recorder, remember=remember, write_listeners=(self.retained,))
         self.evictor.left_plan = None
+        self._put_online(None)
+
+    def can_hold_by_queue(self) -> bool:
+        """Whether the budget can be held by offloading what autograd saves, without looking at operators."""
+        evictor = self.evictor
+        if not (self.budget.bytes and self.meter.capped and self.meter.device == HOST) or evictor.exempt.names:
+            return False
+        speed = evictor.known_bandwidth
+        return speed is not None and min(speed.write, speed.read) >= FAST
+
+    def watch_what_is_saved(self, recorder: TraceRecorder) -> None:
+        """Hold the budget online by offloading what autograd saves; operators only have to fit.
+
+        Args:
+            recorder: the recorder of the unit that begins.
+        """
+        self.clock.detailed = False
+        self._note_into(recorder, remember=False, write_listeners=(self.retained,))
+        self.evictor.left_plan = None
+        gate = self._open_gate(None)
+        self._queue_only(gate)
+        self._put_online(gate)
+
+    def _put_online(self, gate: Gate | None) -> None:
+        if self.stack.mode is self.online and gate is self.online.gate:
+            return
+        if self.stack.mode is self.online:
+            self.stack.take()  # with its gate
+        self.online.gate = gate
         if self.stack.mode is not self.online:
-            self.stack.put(self.online, self.saver.pack, unpack)
+            self.stack.put(self.online, self.saver.pack, self.saver.unpack)
+
+    def _queue_only(self, gate: Gate | None) -> None:
+        self.saver.queue_only, self.saver.gate, self.online.opens_gate = True, gate, gate is not None
+
+    def _open_gate(self, gate: Gate | None) -> Gate | None:
+        """A gate, or the given one, through which pass all operators that only have to fit."""
+        limit = self.budget.limit_bytes - SLACK_BYTES
+        if gate is None:
+            gate = self.gate_under(limit, script_of([], [], [], []))
+        if gate is not None and isinstance(self.meter, HeapMeter):
+            gate.open = True
+            gate.cap(*self.meter.cells(), max(limit, 1))
+        return gate
+
+    def gate_under(self, limit_bytes: int | None, script: Any) -> Gate | None:
+        """A gate for what :func:`~lowtide.runtime.gate.script_of` returned, under a cap; None where there is none.
+
+        Args:
+            limit_bytes: live bytes that operators may not cross; None for no cap.
+            script: what the gate must know of a plan; None where there is no gate.
+        """
+        if script is None or not (limit_bytes is None or isinstance(self.meter, HeapMeter)):
+            return None
+        made = gate_of(script)
+        if limit_bytes is not None and isinstance(self.meter, HeapMeter):
+            made.cap(*self.meter.cells(), max(limit_bytes, 1))
+        return made
 
     def take_over(self, plan: PlannedMode, recorder: TraceRecorder) -> OnlineMode:
         """A planned forward left its recording: hold the budget online for the rest of the unit."""
         self.evictor.left_plan = plan
         plan.run.evictor = self.evictor
-        self.clock.detailed = True
-        self._note_into(recorder, remember=True, write_listeners=(plan, self.retained))
+        lightly = self.can_hold_by_queue()
+        self.clock.detailed = not lightly
+        self._note_into(recorder, remember=not lightly, write_listeners=(plan, self.retained))
+        if lightly:
+            plan.open_gate(self._open_gate(plan.gate))
+            self._queue_only(plan.gate)
         for storage in plan.exposed():
             (self.ledger.find(storage) or self.ledger.enter(storage, None)).tainted = True
         return self.online
@@ -119,11 +184,13 @@ class Interception:
         recorder = self.recorder
         self._note_into(NO_UNIT, remember=False)
         recorder.close()
+        self.evictor.queue.forget_the_dead()
         if recorder.active and self.saver.outstanding <= 0:
             self.ledger.forget()
 
     def _note_into(self, recorder: TraceRecorder, *, remember: bool, write_listeners: tuple[Any, ...] = ()) -> None:
         self.evictor.recorder = recorder
+        self.saver.queue_only, self.saver.gate, self.online.opens_gate = False, None, False
         self.ledger.on_death = recorder.gone if recorder.active else None
         self.online.begin(remember=remember, write_listeners=write_listeners)
 
@@ -141,7 +208,7 @@ class Interception:
 
     def follow(self, plan: PlannedMode) -> bool:
         """Put a plan's mode on; False if the script has a mode of its own on."""
-        return self.stack.put(plan, plan.pack, unpack)
+        return self.stack.put(plan, plan.pack, self.saver.unpack)
 
     def follow_again(self, plan: PlannedMode) -> None:
         """Continue a planned unit after something that was none of its operators (a backward, an update).
@@ -185,7 +252,7 @@ class Interception:
 
     def watch_writes_of(self, plan: PlannedMode) -> None:
         """Watch writes in a planned backward in which code of the script may run."""
-        self.stack.put(WriteMode(plan, self.retained), self.saver.pack, unpack, within=True)
+        self.stack.put(WriteMode(plan, self.retained), self.saver.pack, self.saver.unpack, within=True)
 
     def update_begins(self, plan: PlannedMode | None, *, closure: bool) -> None:
         """An optimizer is about to step: its operators belong to no unit, but may write to what replays read.
@@ -245,12 +312,6 @@ class Interception:
         self.saver.keep_only = True
         with contextlib.suppress(AssertionError, RuntimeError):
             self.stack.take()
-
-
-def unpack(packed: Any) -> torch.Tensor:
-    """The tensor that autograd gets back for a packed one."""
-    found: torch.Tensor = packed.unpack()
-    return found
 
 
 def _tier_of(meter: Meter) -> FileTier | PinnedTier:

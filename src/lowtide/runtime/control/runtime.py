@@ -374,6 +374,7 @@ class Runtime:
             unit.retains.append(self.clock.retains)
         if isinstance(unit.mode, Following):
             self._check_plan(unit, unit.mode, followed=followed, own_code=own_code)
+        self.interception.stack.stand()
         unit.backwards += 1
         unit.consumed += not (followed or is_applying())
 

@@ -13,8 +13,6 @@ from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.step_audit import StepAudit
 from lowtide.runtime.control.unit_choices import Choice, Follow, Hold, Ignore
 from lowtide.runtime.device.accelerator import HOST
-from lowtide.runtime.device.heap_meter import HeapMeter
-from lowtide.runtime.gate import Gate, gate_of
 from lowtide.runtime.online.mode import OnlineMode
 from lowtide.runtime.online.retry import Refusals
 from lowtide.runtime.planned.compiled_plan import CompiledPlan, compile_script
@@ -37,6 +35,11 @@ from lowtide.runtime.units.unit_mode import (
 
 TRUSTED: Final = 4
 """Units that must have followed their recording before one whose plan drops nothing is no longer watched at all."""
+
+_UNRECORDED: Final = frozenset({
+    OnlineReason.SIZE_OF_ITS_OWN, OnlineReason.WORN, OnlineReason.DIFFERENTIABLE, OnlineReason.OUTGREW,
+})
+"""Why a unit under a budget begins without being recorded: its operators need not be looked at, only what autograd saves."""
 
 
 @final
@@ -76,7 +79,10 @@ class UnitStart:
         if interception.saver.outstanding <= 0:
             interception.ledger.forget()
         recorder = self._recorder(unit, notes=how.reason is None)
-        interception.watch_fully(recorder, remember=True)
+        if how.reason in _UNRECORDED and not self._choice.has_given_plan and interception.can_hold_by_queue():
+            interception.watch_what_is_saved(recorder)
+        else:
+            interception.watch_fully(recorder, remember=True)
         unit.become(Recording(recorder) if how.reason is None else Online(recorder, how.reason))
 
     def stop_ignoring(self, unit: Unit, reason: OnlineReason) -> None:
@@ -132,25 +138,14 @@ class UnitStart:
             most = limit = self._budget.bytes - SLACK_BYTES if resized else self._budget.bytes
             cap, room = functools.partial(interception.cap, most), lambda: most - interception.meter.live()
         on_host = interception.meter.device == HOST  # elsewhere backwards run in other threads, where no gate is on
-        gated = on_host and not (clocked or resized)
+        gated = on_host and not clocked
         return PlannedMode(
             script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
             interception.out_of_memory(), interception.before_planned_write, cap, room=room,
-            refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, limit) if gated else None,
+            refusals=Refusals(interception.meter), resized=resized,
+            gate=interception.gate_under(limit, script.gate_script) if gated else None,
             thread=threading.get_ident() if on_host else 0,
         )
-
-    def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
-        """A gate for a unit that follows a plan under a cap of ``limit`` bytes; None where there is none."""
-        meter = self._interception.meter
-        if script.gate_script is None:
-            return None
-        made = gate_of(script.gate_script)
-        if limit is not None and isinstance(meter, HeapMeter):
-            made.cap(*meter.cells(), max(limit, 1))
-        elif limit is not None:
-            return None
-        return made
 
     def _compiled(self, how: Follow) -> CompiledPlan:
         entry, state = how.entry, how.solution.state

@@ -50,9 +50,10 @@ class OffloadTier(Protocol):
 class Shared:
     """A ticket with several users: they get the same storage as long as any of them holds it."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        """Share ``ticket``; nothing has been fetched yet."""
+    def __init__(self, ticket: Ticket, room: Callable[[], object] | None = None) -> None:
+        """Share ``ticket``; nothing has been fetched yet. ``room`` is called before bytes are allocated to fetch it."""
         self._ticket = ticket
+        self._room = room
         self._there: weakref.ref[torch.UntypedStorage] | None = None
 
     def begin(self) -> None:
@@ -64,6 +65,8 @@ class Shared:
         """The fetched storage if a user still holds it, otherwise a new one."""
         storage = None if self._there is None else self._there()
         if storage is None:
+            if self._room is not None:
+                self._room()
             storage = self._ticket.fetch()
             self._there = weakref.ref(storage)
         return storage

@@ -14,11 +14,15 @@ from lowtide.runtime.intercept.dispatch_mode import Mode
 
 @final
 class ModeStack:
-    """At most one mode and one pair of hooks; the mode is taken off only while it is on top of the stack."""
+    """At most one mode and one pair of hooks; the mode is taken off only while it is on top of the stack.
+
+    A mode with an open gate is not on torch's stack itself: its gate stands in for it.
+    """
 
     def __init__(self) -> None:
         """Start with nothing on."""
         self.mode: Mode | None = None
+        self._stands = False
         self._hooks: tuple[Any, Any] | None = None
 
     def put(
@@ -56,18 +60,40 @@ class ModeStack:
     def take(self) -> None:
         """Take the hooks off, and the mode if it is on top; a mode that the script has covered stays until a later call."""
         self.take_hooks()
-        if self.mode is not None and _get_current_dispatch_mode() is self.mode:
-            if self.mode.gate is not None:
-                self.mode.gate.leave()
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.mode = None
-        elif self.mode is not None and self.mode.gate is not None:
-            self.mode.gate.disarm()
+        self._take_mode()
+
+    def _take_mode(self) -> None:
+        mode = self.mode
+        if mode is None:
+            return
+        if self._is_reachable(mode):
+            if mode.gate is not None:
+                mode.gate.leave()
+            if not self._stands:
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.mode, self._stands = None, False
+        elif mode.gate is not None:
+            mode.gate.disarm()
+
+    def _is_reachable(self, mode: Mode) -> bool:
+        """Whether a mode can be taken off: no mode of the script covers it."""
+        return self._stands or _get_current_dispatch_mode() is mode
+
+    def stand(self) -> None:
+        """Take the mode off torch's stack if its gate is open, so that the gate stands in for it; the hooks stay on."""
+        mode = self.mode
+        if mode is not None and mode.gate is not None and mode.gate.open and not self._stands and self._is_reachable(mode):
+            self._take_mode()
+            self._enter(mode)
 
     def _enter(self, mode: Mode) -> None:
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        if mode.gate is not None:
-            mode.gate.enter(mode)
+        self._stands = mode.gate is not None and mode.gate.open
+        if mode.gate is not None and self._stands:
+            mode.gate.stand(mode)
+        else:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            if mode.gate is not None:
+                mode.gate.enter(mode)
         self.mode = mode
 
     def take_hooks(self) -> None:
@@ -94,7 +120,7 @@ class ModeStack:
     def aside(self) -> Iterator[None]:
         """Run a block without the mode and the hooks; if the mode is not on top of the stack, both stay on."""
         mode, hooks = self.mode, self._hooks
-        if mode is None or _get_current_dispatch_mode() is not mode:
+        if mode is None or not self._is_reachable(mode):
             yield
             return
         self.take()

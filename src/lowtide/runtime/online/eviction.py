@@ -11,6 +11,7 @@ what is away, what only records hold), which must be consistent after each of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
@@ -39,6 +40,7 @@ from lowtide.runtime.online.lineage import (
     verify,
 )
 from lowtide.runtime.online.retry import OperatorRetry
+from lowtide.runtime.online.saved_queue import SavedTensorQueue
 from lowtide.runtime.replay.chain import remake
 from lowtide.runtime.run_figures import StepTally
 from lowtide.runtime.storage.checksum import checksum
@@ -77,6 +79,7 @@ class Evictor:
             value that is moved, as last measured.
         times: number of evictions so far.
         operators: runs operators, and retries those that do not fit.
+        queue: saved tensors of units whose operators are not recorded.
         last_resort: called if an operator does not fit and nothing is left to evict; returns whether it freed anything.
         recorder: the running unit's recorder. It is notified of what operators, autograd and this evictor do to values.
     """
@@ -102,6 +105,7 @@ class Evictor:
         self.recorder = recorder
         self.clock = 0
         self.left_plan: LeftPlan | None = None
+        self.queue = SavedTensorQueue(self.move_together)
         self.operators = OperatorRetry(self)
         self.last_resort: Callable[[], bool] = lambda: False
         self._replayer = _Replayer(self)
@@ -246,7 +250,11 @@ class Evictor:
                 freed += value.bytes
         if freed < needed:
             freed += self._forget(alone.keys() & wanted)
-        return freed if freed >= needed else freed + self._move_left(left, target - freed)
+        if freed < needed:
+            freed += self._move_left(left, target - freed)
+        if freed < needed and self.moves:
+            freed += self.queue.move(target - freed)
+        return freed
 
     def _move_seconds(self, value: Value) -> float:
         speed = self.bandwidth
@@ -307,27 +315,29 @@ class Evictor:
             if freed >= needed:
                 break
             still = [holder for holder in holders if holder.held is not None]
-            size = self._move_together([*still, *beside.get(address, ())]) if still else 0
+            size = self.move_together([*still, *beside.get(address, ())]) if still else 0
             if size < 0:
                 break
             freed += size
         return freed
 
-    def _move_together(self, group: list[Holder]) -> int:
-        """Offload a storage if only these hold it; return the bytes freed, or -1 if the offload tier has no room."""
+    def move_together(self, group: list[Holder]) -> int:
+        """Offload a storage if only these hold it; return the bytes freed, 0 if it stays, -1 if the tier has no room."""
         assert group[0].held is not None
         storage = group[0].held.untyped_storage()
         size = storage.nbytes()
         if size < SMALLEST_BYTES or not sole_owner(storage, len({id(holder.held) for holder in group})):
             return 0
+        start = time.perf_counter()
         try:
             with beneath_autograd():
-                ticket = Shared(self.tier.put(storage))
+                ticket = Shared(self.tier.put(storage), functools.partial(self.room_for, size))
         except OSError:
             return -1
         for holder in group:
             holder.leave(ticket)
         self.tally.offloaded_bytes += size
+        self.tally.offload_seconds += time.perf_counter() - start
         self.times += 1
         return size
 
@@ -373,6 +383,11 @@ class Evictor:
             except torch.OutOfMemoryError:  # first asked for when no memory is left to measure it
                 return ASSUMED
         return self._bandwidth
+
+    @property
+    def known_bandwidth(self) -> Bandwidth | None:
+        """Speed of the offload tier if it has been measured, and something may be offloaded."""
+        return self._bandwidth if self.moves else None
 
     def learn(self, bandwidth: Bandwidth | None) -> None:
         """Use the offload tier's speed that the transfers of a planned unit measured."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from lowtide.base.trace import Op, Site
 from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.gate import let_pass
 from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, map_tensors, overwritten_by, written_by
@@ -36,6 +37,7 @@ class OnlineMode(Mode):
     Attributes:
         updating: whether an optimizer is writing and no known backward is still to come. Dropped values made from its
             parameters are then not brought back before the write; unpacking one afterwards raises.
+        opens_gate: whether an open gate is on, which runs operators that only have to fit without this mode.
     """
 
     def __init__(self, clock: PhaseTracker, ledger: Ledger, evictor: Evictor) -> None:
@@ -46,6 +48,7 @@ class OnlineMode(Mode):
         self.evictor = evictor
         self.passive = False
         self.remembers = False
+        self.opens_gate = False
         self.write_listeners: tuple[WriteListener, ...] = ()
         self.updating = False
         self._order = 0
@@ -73,7 +76,8 @@ class OnlineMode(Mode):
             return func(*args, **kwargs)
         self.passive = True
         try:
-            func = in_place(func, args)
+            if not self.opens_gate:  # the gate stands in for the mode: autograd does all as in a run without one
+                func = in_place(func, args)
             return self._observe(func, info_of(func), args, kwargs)
         finally:
             self.passive = False
@@ -103,7 +107,10 @@ class OnlineMode(Mode):
 
     def _observe(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if self._passes(info):
-            return self.evictor.operators.call(func, info, args, kwargs)
+            out = self.evictor.operators.call(func, info, args, kwargs)
+            if self.opens_gate and self.evictor.operators.may_pass(func, info):
+                let_pass(func)
+            return out
         tensors: list[torch.Tensor] = []
         _collect(args, tensors)
         if kwargs:

@@ -143,6 +143,14 @@ class OperatorRetry:
                     self._evictor.tally.overrun = True
             self._evictor.tally.rescues += 1
 
+    def may_pass(self, func: Any, info: OpInfo) -> bool:
+        """Whether an operator that has run may run under a bare cap from now on, and comes here only if it is refused memory.
+
+        It must be one that can be run again as it is, and in which no library allocates.
+        """
+        again = not (info.mutates or info.seeded or info.collective or info.opaque)
+        return again and isinstance(func, torch._ops.OpOverload) and not self._reserve(info.name)
+
     def _shortage(self, limit: int, reserve: int, lacking: int) -> int:
         """Bytes to evict after an operator failed; at least ``lacking`` if the device does not report the refused size."""
         denied = self._evictor.meter.denied_bytes()

@@ -138,6 +138,9 @@ def compile_script(
     writes = [bool(info_of(f).writes_at) for _, f in forward]
     again = [not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)]
     alone = [act is None and not written for act, written in zip(acts, writes, strict=True)]
+    sizes = [_sizes(trace, e) for e, _ in forward]
+    significant = max(map(sum, sizes), default=0) // SIGNIFICANT + 1
+    weighed = [made if (made := sum(s)) >= significant else 0 for s in sizes]
     return CompiledPlan(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
@@ -155,10 +158,10 @@ def compile_script(
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*writes, False),
-        sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
-        significant_bytes=max((sum(_sizes(trace, e)) for e, _ in forward), default=0) // SIGNIFICANT + 1,
+        sizes=(*sizes, ()),
+        significant_bytes=significant,
         again=(*again, False),
-        gate_script=gate.script_of([func for _, func in forward], alone, again),
+        gate_script=gate.script_of([func for _, func in forward], alone, again, weighed),
     )
 
 

@@ -119,7 +119,6 @@ class PlannedMode(Mode):
         repeated: how many planned operators ran more often than recorded, where detours led back in the plan.
         grown: whether memory may be higher than planned, because something was larger than recorded or could not be evicted.
         changed: whether a value has another size than the recorded one, although the unit's inputs do not show it.
-        growth: by which factor operators of a unit of other sizes made more than in the recording, at most.
         forced: whether values were rematerialized before backward asked for them, mostly because a write to what they are made
             from was about to happen.
         values: the unit's live tracked values, by id; after a detour that leads back in the plan, those tracked since.
@@ -199,7 +198,9 @@ class PlannedMode(Mode):
         self._room = _no_room if room is None else room
         self._refusals = refusals
         self._resized = resized
-        self.growth = 0.0
+        self._growth = 0.0
+        if gate is not None:
+            gate.weighs = resized
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, as planned while it is the one that the plan expects; otherwise leave the plan."""
@@ -261,6 +262,11 @@ class PlannedMode(Mode):
     @at.setter
     def at(self, place: int) -> None:
         self._place.at = place
+
+    @property
+    def growth(self) -> float:
+        """By which factor operators made more than in the recording, at most; 0 if the unit has the recorded sizes."""
+        return self._growth if self.gate is None else max(self._growth, self.gate.growth)
 
     # --- detours ---------------------------------------------------------------------------------------------------------
 
@@ -439,6 +445,12 @@ class PlannedMode(Mode):
         self.let_go()
         self._delegate = self._fallback()
 
+    def open_gate(self, gate: Gate | None) -> None:
+        """Let what only has to fit pass by a gate, after the plan was left; None: there is none."""
+        if gate is not None and self.gate is None:
+            self.gate = gate
+            gate.enter(self)
+
     def _protect(self, storage: torch.UntypedStorage) -> None:
         """Protect a storage that replays read: only the operator that wrote it in the recording may write it."""
         self._protected[storage._cdata] = weakref.ref(storage)
@@ -578,7 +590,7 @@ class PlannedMode(Mode):
         sizes = self.script.sizes[self.at]
         if sizes and (recorded := sum(sizes)) >= self.script.significant_bytes:
             made = sum(bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor))
-            self.growth = max(self.growth, made / recorded)
+            self._growth = max(self._growth, made / recorded)
 
     def _call(self, func: Any, args: Any, kwargs: Any, *, capped: bool) -> Any:
         refusals = self._refusals if capped else None
@@ -674,7 +686,7 @@ class PlannedMode(Mode):
             if (made := storage.nbytes()) != size and not self._resized:
                 self.changed = True
                 if size >= self.script.significant_bytes:
-                    self.growth = max(self.growth, made / size)
+                    self._growth = max(self._growth, made / size)
             value = Value(storage.nbytes(), record)
             self._enter(number, value, storage)
             if record is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from lowtide.runtime import gate
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
+from lowtide.runtime.online.saved_queue import Queued
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Value
@@ -34,6 +36,13 @@ def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
     )
 
 
+class Packed(Protocol):
+    """What a pack hook gave autograd in place of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+
+
 @final
 class Kept:
     """A saved tensor that Lowtide keeps: in memory or, after :meth:`leave`, on the offload tier."""
@@ -41,8 +50,11 @@ class Kept:
     __slots__ = ("__weakref__", "leaf", "meta", "origin", "tensor", "ticket", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor: a leaf itself, any other detached, so that autograd's graph does not keep itself alive."""
-        self.leaf = node_of(tensor) is None
+        """Hold a tensor: a leaf itself, any other detached, so that autograd's graph does not keep itself alive.
+
+        A view of data counts as any other: its base would keep the storage beside it.
+        """
+        self.leaf = node_of(tensor) is None and (tensor.requires_grad or tensor._base is None)
         self.tensor: torch.Tensor | None = None
         self._show(tensor)
         self.origin = None if self.leaf else Origin.of(tensor, self)
@@ -141,11 +153,50 @@ class Handle:
 
 
 @final
+class QueuedHandle:
+    """A saved tensor of a unit whose operators are not recorded: it can be offloaded."""
+
+    __slots__ = ("__weakref__", "asked", "kept", "queued", "saver")
+
+    def __init__(self, saver: SavedTensors, kept: Kept, queued: Queued) -> None:
+        """Keep the tensor, in memory for now."""
+        self.saver, self.kept, self.queued, self.asked = saver, kept, queued, False
+        saver.outstanding += 1
+        saver.awaited += 1
+
+    def __del__(self) -> None:
+        """Autograd has released the saved tensor."""
+        self._met()
+        self.saver.outstanding -= 1
+
+    def _met(self) -> None:
+        if not self.asked:
+            self.asked = True
+            self.saver.awaited -= 1
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, fetched if it was offloaded; it can be offloaded again, as another backward may ask for it later.
+
+        Raises:
+            RuntimeError: if it was changed in place since it was saved.
+        """
+        self._met()
+        if self.kept.tensor is None:
+            evictor = self.saver.evictor
+            start = time.perf_counter()
+            self.queued = evictor.queue.fetch(self.kept, self.queued)
+            evictor.tally.offload_seconds += time.perf_counter() - start
+        return self.kept.unpack()
+
+
+@final
 class SavedTensors:
     """Saved-tensor hooks of the full interception.
 
     Attributes:
         keep_only: whether every tensor is packed as a :class:`Kept`, so that its value cannot be evicted.
+        queue_only: whether operators leave no records, so that saved tensors can be offloaded, but not recomputed.
+        gate: the open gate that is on in such a unit; None if there is none.
         outstanding: number of handles that autograd holds.
         awaited: number of these that no backward has asked for yet.
     """
@@ -155,6 +206,8 @@ class SavedTensors:
         self.ledger = ledger
         self.evictor = evictor
         self.keep_only = False
+        self.queue_only = False
+        self.gate: gate.Gate | None = None
         self.outstanding = 0
         self.awaited = 0
         self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
@@ -168,6 +221,8 @@ class SavedTensors:
             if instead is not None:
                 return instead(tensor)
         followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # the budget limits no other device
+        if followed and self.queue_only:
+            return self._queue(tensor)
         value = self.ledger.find(tensor.untyped_storage()) if followed else None
         if value is None or not self._ours(value):
             if self.evictor.recorder.active:
@@ -190,8 +245,18 @@ class SavedTensors:
         self.evictor.recorder.saved(value)
         return handle
 
-    def unpack(self, packed: Kept | Handle) -> torch.Tensor:
+    def _queue(self, tensor: torch.Tensor) -> Kept | QueuedHandle:
+        if self.gate is not None:
+            self.gate.rearm()
+        kept = Kept(tensor)
+        if kept.held is None:  # a parameter: the script holds it
+            return kept
+        return QueuedHandle(self, kept, self.evictor.queue.add(kept, tensor.untyped_storage()))
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor that autograd gets back (unpack hook)."""
+        if self.gate is not None:
+            self.gate.rearm()
         return packed.unpack()
 
     def ask(self, value: Value) -> torch.UntypedStorage:

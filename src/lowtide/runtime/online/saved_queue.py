@@ -1,0 +1,119 @@
+"""Saved tensors of units whose operators are not recorded, in the order in which they were saved.
+
+Without records nothing can be recomputed, so these tensors can only be offloaded. Backward asks first for what was saved last,
+so what was saved first leaves first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol, final
+
+import torch
+from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.online.holders import Holder
+
+SMALL_BYTES: Final = 64 << 10
+"""Storages below this size leave after all others: a transfer takes some 50 microseconds, whatever it moves."""
+
+
+class Keeper(Holder, Protocol):
+    """A saved tensor that keeps a storage in memory or, once it has left, has a ticket for its bytes."""
+
+    tensor: torch.Tensor | None
+    ticket: Ticket | None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, fetched if it was offloaded."""
+
+
+@final
+class Queued:
+    """A storage, and the saved tensors that keep it; all of them weakly."""
+
+    __slots__ = ("__weakref__", "keepers", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Begin without saved tensors."""
+        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+        self.keepers: list[weakref.ref[Keeper]] = []
+
+    def held(self) -> list[Holder]:
+        """The saved tensors that keep the storage in memory and may leave it; not those that were given other data since."""
+        storage = self.storage()
+        found = [(kept, kept.held) for kept in self.alive()]
+        return [kept for kept, held in found if held is not None and held.untyped_storage() is storage]
+
+    def alive(self) -> list[Keeper]:
+        """The saved tensors that autograd still holds."""
+        return [kept for ref in self.keepers if (kept := ref()) is not None]
+
+
+@final
+class SavedTensorQueue:
+    """What can be offloaded of units whose operators are not recorded."""
+
+    def __init__(self, move: Callable[[list[Holder]], int]) -> None:
+        """Start empty.
+
+        Args:
+            move: offloads a storage, given all saved tensors that keep it, if nothing else does; returns the bytes freed, 0 if
+                something else keeps it, -1 if the offload tier has no room.
+        """
+        self._move = move
+        self._by_address: dict[int, Queued] = {}
+        self._large: deque[Queued] = deque()
+        self._small: deque[Queued] = deque()
+
+    def add(self, kept: Keeper, storage: torch.UntypedStorage) -> Queued:
+        """Autograd saved a tensor on a storage; returns what keeps that storage."""
+        found = self._by_address.get(storage._cdata)
+        if found is None or found.storage() is not storage:  # another storage may have had the address before
+            found = self._by_address[storage._cdata] = Queued(storage)
+            (self._large if storage.nbytes() >= SMALL_BYTES else self._small).append(found)
+        found.keepers.append(weakref.ref(kept))
+        return found
+
+    def fetch(self, kept: Keeper, queued: Queued) -> Queued:
+        """Bring a saved tensor back that had left, with all others on its storage; returns what keeps the new storage.
+
+        All of them hold it, as in a run without Lowtide: autograd adds in place to a gradient that nothing else holds, and one
+        of the saved tensors may be that gradient.
+        """
+        ticket, storage = kept.ticket, kept.unpack().untyped_storage()
+        found = self.add(kept, storage)
+        for other in queued.alive():
+            if other is not kept and other.tensor is None and other.ticket is ticket:
+                other.unpack()
+                found.keepers.append(weakref.ref(other))
+        return found
+
+    def move(self, needed: int) -> int:
+        """Offload ``needed`` bytes if possible; returns the bytes freed."""
+        freed = self._move_some(self._large, needed)
+        return freed if freed >= needed else freed + self._move_some(self._small, needed - freed)
+
+    def _move_some(self, queue: deque[Queued], needed: int) -> int:
+        """Offload from one queue. What something else keeps too stays in the queue, behind the others."""
+        freed = 0
+        for _ in range(len(queue)):
+            if freed >= needed:
+                break
+            saved = queue.popleft()
+            size = self._move(held) if (held := saved.held()) else -2
+            if size > 0:
+                freed += size
+            elif size > -2:
+                queue.append(saved)
+                if size < 0:
+                    break
+        return freed
+
+    def forget_the_dead(self) -> None:
+        """Drop what nothing keeps any more; called between units."""
+        alive = {id(saved): saved for saved in self._by_address.values() if any(ref() is not None for ref in saved.keepers)}
+        self._by_address = {address: saved for address, saved in self._by_address.items() if id(saved) in alive}
+        self._large = deque(saved for saved in self._large if id(saved) in alive)
+        self._small = deque(saved for saved in self._small if id(saved) in alive)

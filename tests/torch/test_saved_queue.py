@@ -1,0 +1,240 @@
+"""Law: a unit whose operators are not recorded keeps budget and bits by offloading what autograd saves, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import situations
+import torch
+import zoo
+from harness import FIRST_CALLS_BYTES, Budgeted, above_of, budgeted, plain_of
+from lowtide.runtime import gate
+from lowtide.runtime.control.plan_choice import PlanChoice
+from lowtide.runtime.control.unit_choices import Hold
+from lowtide.runtime.online.mode import OnlineMode
+from lowtide.runtime.record.saved_tensors import QueuedHandle
+from lowtide.runtime.units.unit_mode import OnlineReason
+from torch import nn
+
+STEPS = 5
+needs_gate = pytest.mark.skipif(gate.script_of([], [], [], []) is None, reason="the gate was not built")
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit of a run but the first is held online and not recorded."""
+    choose = PlanChoice.choose
+
+    def hold(self: PlanChoice, unit: Any) -> Any:
+        chosen = choose(self, unit)  # it reads the budget
+        return chosen if unit.number == 1 else Hold(OnlineReason.WORN)
+
+    monkeypatch.setattr(PlanChoice, "choose", hold)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that the online mode handles in units that are not recorded."""
+    found: list[str] = []
+    dispatch = OnlineMode.__torch_dispatch__
+
+    def noted(self: OnlineMode, func: Any, *rest: Any) -> Any:
+        if self.evictor.recorder.active and not self.evictor.recorder.notes:
+            found.append(str(func))
+        return dispatch(self, func, *rest)
+
+    monkeypatch.setattr(OnlineMode, "__torch_dispatch__", noted)
+    return found
+
+
+class Layers(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.LayerNorm(128)) for _ in range(8))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x) * 0.5 + x)
+        return x.square().mean()
+
+
+def layers(between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> zoo.Job:
+    return zoo.simple(Layers(between), lambda m, _: m(torch.randn(1024, 128)))
+
+
+def run(make: Callable[[], zoo.Job], share: float = 0.55, steps: int = STEPS) -> Budgeted:
+    reference = plain_of(make, steps)
+    found = budgeted(make, above_of(reference, share), steps)
+    assert found.bits == reference.bits
+    return found
+
+
+def held_by_offloading(found: Budgeted) -> bool:
+    tally = [(s.policy, s.recomputed_ops, s.offloaded_bytes > 0, s.overrun) for s in found.outcome.steps[1:]]
+    return set(tally) == {("online", 0, True, False)} and found.peak_bytes <= found.budget_bytes + FIRST_CALLS_BYTES
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_saved_tensors_are_offloaded_and_nothing_is_recomputed() -> None:
+    assert held_by_offloading(run(layers))
+
+
+@needs_gate
+@pytest.mark.usefixtures("unrecorded")
+def test_operators_that_only_have_to_fit_pass_unseen(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backwards, too; the mode sees what writes in place, what is refused memory, and each other operator once."""
+    run(layers)
+    with_gate, seen[:] = list(seen), []
+    monkeypatch.setattr(gate, "_NATIVE", None)
+    run(layers)
+    backward = [name for name in seen if "backward" in name]
+    assert 0 < sum("backward" in name for name in with_gate) < len(backward) // 2
+    assert len(with_gate) < len(seen) // 3
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_without_a_gate_bits_and_budget_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it was not built, or was built for another version of torch."""
+    monkeypatch.setattr(gate, "_NATIVE", None)
+    assert held_by_offloading(run(layers))
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.long("compiled", "loader", "meta_learning", "autocast_attention")
+@pytest.mark.parametrize("name", sorted(situations.SITUATIONS))
+def test_every_situation_keeps_its_bits(name: str) -> None:
+    """Half of what was saved has to leave."""
+    reference = plain_of(situations.SITUATIONS[name], STEPS)
+    assert budgeted(situations.SITUATIONS[name], above_of(reference, 0.6), STEPS).bits == reference.bits
+
+
+class _Given(torch.autograd.Function):
+    """Gives what it saved as gradients, one of which autograd may add to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x.tanh()
+        ctx.save_for_backward(a, a[:])
+        return a.clone(), a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return a if given[0].sum() > 1e9 else b
+
+
+class _Saver(torch.autograd.Function):
+    """Saves what it is given, and gives it as the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> Any:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return y, None
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.parametrize("share", [0.35, 0.6])
+def test_a_fetched_tensor_that_becomes_a_gradient_is_not_added_to(share: float) -> None:
+    """Two nodes saved it; the first gives it as the gradient, and another gradient of the same tensor is added to that."""
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().tanh()
+        first = _Saver.apply(x, y)
+        second = _Saver.apply(first * 1.5 + x, y)  # `first * 1.5` and `x` meet in one gradient
+        found, _ = _Given.apply(second)
+        return torch.sin(found + second * y)
+
+    run(lambda: layers(between), share)
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_a_graph_that_is_gone_through_twice_fetches_twice() -> None:
+    def make() -> zoo.Job:
+        model = Layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(_: int) -> Any:
+            loss = model(torch.randn(1024, 128))
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            (loss * 0.5).backward()
+            optimizer.step()
+            return loss
+
+        return zoo.Job(step, (model,), (optimizer,))
+
+    assert held_by_offloading(run(make, 0.7))
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_data_that_is_exchanged_after_saving_counts() -> None:
+    """As in a plain run, backward gets the new data, also where the old ones had been offloaded."""
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y * y  # saves y
+        y.data = torch.ones_like(y)
+        return z * 0.1 + x
+
+    run(lambda: layers(between), 0.5)
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_a_write_to_what_was_saved_raises_as_without_lowtide() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y * 0.1
+
+    messages = []
+    for how in (lambda: plain_of(lambda: layers(between), 1), lambda: budgeted(lambda: layers(between), 4 << 20, 1)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            how()
+        messages.append(str(raised.value).partition(";")[0])
+    assert messages[0].replace("FloatTensor", "float32").split("[")[0] == messages[1].split("[")[0]
+
+
+@needs_gate
+def test_a_unit_that_leaves_its_plan_goes_on_unrecorded(seen: list[str]) -> None:
+    """From the fifth step on there are more layers than planned, which do not fit beside what the plan keeps."""
+
+    class Longer(Layers):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            for layer in self.layers[: 5 if self.calls < 5 else 8]:
+                x = layer(x) * 0.5 + x
+            return x.square().mean()
+
+    found = run(lambda: zoo.simple(Longer(), lambda m, _: m(torch.randn(1024, 128))), 0.3, 6)
+    assert {s.policy for s in found.outcome.steps[2:4]} == {"planned"}
+    left = found.outcome.steps[4]
+    assert (left.policy, left.overrun, left.offloaded_bytes > 0) == ("online", False, True)
+    assert "aten.tanh.default" in seen
+    assert seen.count("aten.tanh_backward.default") < 8, "only what is refused memory is seen once more"
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_handles_count_as_awaited_until_a_backward_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[QueuedHandle] = []
+    begin = QueuedHandle.__init__
+
+    def noted(self: QueuedHandle, *rest: Any) -> None:
+        begin(self, *rest)
+        made.append(self)
+
+    monkeypatch.setattr(QueuedHandle, "__init__", noted)
+    run(layers, steps=2)
+    saver = made[0].saver
+    assert (saver.outstanding, saver.awaited) == (len(made), 0)
+    made.clear()
+    assert saver.outstanding == 0
