@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import situations
 import torch
 import zoo
-from harness import FIRST_CALLS_BYTES, Budgeted, above_of, budgeted, plain_of
+from harness import FIRST_CALLS_BYTES, Budgeted, above_of, budgeted, live_now, plain_of
 from lowtide.runtime import gate
 from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.unit_choices import Hold
@@ -17,6 +19,8 @@ from lowtide.runtime.online.mode import OnlineMode
 from lowtide.runtime.record.saved_tensors import QueuedHandle
 from lowtide.runtime.units.unit_mode import OnlineReason
 from torch import nn
+
+import lowtide
 
 STEPS = 5
 needs_gate = pytest.mark.skipif(gate.script_of([], [], [], []) is None, reason="the gate was not built")
@@ -238,3 +242,113 @@ def test_handles_count_as_awaited_until_a_backward_has_asked(monkeypatch: pytest
     assert (saver.outstanding, saver.awaited) == (len(made), 0)
     made.clear()
     assert saver.outstanding == 0
+
+
+def _with_data(change: Callable[[torch.Tensor], Callable[[], None]]) -> Callable[[], zoo.Job]:
+    """Steps whose inputs are changed after they were saved; ``change`` takes the input and returns what changes it."""
+
+    def make() -> zoo.Job:
+        model = Layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(_: int) -> Any:
+            x = torch.randn(1024, 128)
+            write = change(x)
+            loss = model(x)
+            write()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    return make
+
+
+def _by_numpy(x: torch.Tensor) -> Callable[[], None]:
+    shown = x.numpy()
+    return lambda: shown.fill(0.5)
+
+
+def _by_data(x: torch.Tensor) -> Callable[[], None]:
+    return lambda: (x.data.fill_(0.5), None)[1]
+
+
+def _by_storage(x: torch.Tensor) -> Callable[[], None]:
+    storage = x.untyped_storage()
+    return lambda: (storage.fill_(0), None)[1]
+
+
+def _by_address(x: torch.Tensor) -> Callable[[], None]:
+    address, size = x.data_ptr(), x.nbytes
+    return lambda: (ctypes.memset(address, 0, size), None)[1]
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.parametrize("change", [_by_numpy, _by_data, _by_storage, _by_address])
+def test_data_that_the_script_can_still_write_stays(change: Callable[[torch.Tensor], Callable[[], None]]) -> None:
+    """Its version does not show such a write: backward reads what was written, as in a run without Lowtide."""
+    assert held_by_offloading(run(_with_data(change)))
+
+
+@pytest.mark.parametrize("change", [_by_numpy, _by_data])
+def test_data_stays_when_a_unit_leaves_its_plan(change: Callable[[torch.Tensor], Callable[[], None]]) -> None:
+    """What the plan keeps is offloaded then, but not what the script still has."""
+
+    class Longer(Layers):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            write, y = change(x), x
+            for layer in self.layers[: 5 if self.calls < 5 else 8]:
+                y = layer(y) * 0.5 + y
+            write()
+            return (y.square().mean() + 0 * x.mean()) * 1.0
+
+    found = run(lambda: zoo.simple(Longer(), lambda m, _: m(torch.randn(1024, 128))), 0.3, 6)
+    assert found.outcome.steps[4].policy == "online"
+    assert found.outcome.steps[4].offloaded_bytes
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_a_function_gets_back_its_own_tensor_with_its_attributes() -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(by)
+            return x * by
+
+        @staticmethod
+        def backward(ctx: Any, *given: torch.Tensor) -> Any:  # type: ignore[override]
+            (by,) = ctx.saved_tensors
+            return given[0] * by * by.factor, None
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        by = torch.full_like(x, 0.9).detach()
+        by.factor = 0.5  # type: ignore[attr-defined]
+        return Scaled.apply(x, by)
+
+    run(lambda: layers(between), 0.6)
+
+
+@needs_gate
+@pytest.mark.usefixtures("unrecorded")
+def test_a_budget_that_another_thread_ends_leaves_no_gate() -> None:
+    keys = str(torch._C._dispatch_tls_local_include_set())
+    job = layers()
+    budget = lowtide.budget(live_now() + (8 << 20))
+    budget.__enter__()
+    try:
+        for i in range(3):
+            job.step(i)
+        model = job.modules[0]
+        loss = model(torch.randn(1024, 128))
+        assert "Fake" in str(torch._C._dispatch_tls_local_include_set())
+    finally:
+        thread = threading.Thread(target=budget.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+    loss.backward()
+    assert str(torch._C._dispatch_tls_local_include_set()) == keys

@@ -29,6 +29,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -147,7 +148,8 @@ class Gate : public std::enable_shared_from_this<Gate> {
   bool stands() const { return standing_ != nullptr && !handing_; }
   void hand_over(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack);
 
-  ~Gate() { leave(); }
+  bool ended() const { return ended_; }
+
   Gate(const Gate &) = delete;
   Gate &operator=(const Gate &) = delete;
 
@@ -197,10 +199,11 @@ class Gate : public std::enable_shared_from_this<Gate> {
   PyObject *mode_ = nullptr; /* borrowed, while the gate is on: the mode refers to its gate */
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> standing_; /* the mode that the gate stands in for, or null */
   bool handing_ = false; /* whether that mode is handling an operator */
+  std::atomic<bool> ended_{false}; /* whether it was left, perhaps by another thread than the one that it is on in */
   Cap cap_;
 };
 
-thread_local Gate *current = nullptr;
+thread_local std::shared_ptr<Gate> current;
 
 void include_python(bool on) {
   c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Python, on);
@@ -209,40 +212,55 @@ void include_python(bool on) {
 
 /* Whether the mode is the only one on.  Torch keeps its own modes (fake tensors, tracing) below all others. */
 bool Gate::alone() const {
-  return current == this && TorchDispatchModeTLS::stack_len() == 1 &&
+  return current.get() == this && TorchDispatchModeTLS::stack_len() == 1 &&
          TorchDispatchModeTLS::get_stack_at(0)->ptr(getPyInterpreter()) == mode_;
 }
 
 void Gate::enter(const py::object &mode) {
   mode_ = mode.ptr();
-  current = this;
+  ended_ = false;
+  current = shared_from_this();
   rearm();
 }
 
 void Gate::stand(const py::object &mode) {
   mode_ = mode.ptr();
   standing_ = std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode.inc_ref().ptr(), getPyInterpreter());
-  current = this;
+  ended_ = false;
+  current = shared_from_this();
   rearm();
 }
 
 void Gate::rearm() {
-  if (current != this) return;
+  if (current.get() != this) return;
   c10::impl::tls_set_dispatch_key_included(KEY, true);
   if (standing_ == nullptr && alone()) include_python(false);
 }
 
 void Gate::disarm() {
-  if (current != this) return;
+  if (current.get() != this) return;
   c10::impl::tls_set_dispatch_key_included(KEY, false);
   include_python(TorchDispatchModeTLS::stack_len() > 0);
 }
 
 void Gate::leave() {
+  const auto kept = shared_from_this();
+  ended_ = true;
+  if (current.get() != this) return; /* the thread that it is on in finds out (gate_here) */
   disarm();
-  if (current == this) current = nullptr;
+  current = nullptr;
   mode_ = nullptr;
   standing_ = nullptr;
+}
+
+/* The calling thread's gate; null if it has none, or if another thread has ended it meanwhile. */
+std::shared_ptr<Gate> gate_here() {
+  if (current != nullptr && current->ended()) {
+    c10::impl::tls_set_dispatch_key_included(KEY, false);
+    include_python(TorchDispatchModeTLS::stack_len() > 0);
+    current = nullptr;
+  }
+  return current;
 }
 
 /* Takes the mode off, as torch does while a mode handles an operator, and puts it back on. */
@@ -270,15 +288,14 @@ void Gate::hand_over(const c10::OperatorHandle &op, c10::DispatchKeySet keys, to
     }
     Gate &gate;
   };
-  const auto kept = shared_from_this(); /* the handler may end the unit, and the gate with it */
-  const On on(*this);
+  const On on(*this); /* the handler may end the unit; the caller keeps the gate */
   at::impl::MaybeSetTLSOnEntryGuard snapshot;
   op.redispatchBoxed(keys, stack);
 }
 
 void pass(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & BELOW, to_python = below | c10::DispatchKeySet(c10::DispatchKey::Python);
-  Gate *gate = current;
+  const std::shared_ptr<Gate> gate = gate_here();
   const bool unseen = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
   if (TorchDispatchModeTLS::stack_len() == 0 && gate != nullptr && gate->stands() && !unseen) {
     {

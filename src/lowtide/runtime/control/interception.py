@@ -133,7 +133,9 @@ class Interception:
         if self.stack.mode is self.online and gate is self.online.gate:
             return
         if self.stack.mode is self.online:
-            self.stack.take()  # with its gate
+            self.stack.take()
+        if self.online.gate is not None:
+            self.online.gate.leave()  # a mode of the script may cover the online mode, which then stays on
         self.online.gate = gate
         if self.stack.mode is not self.online:
             self.stack.put(self.online, self.saver.pack, self.saver.unpack)

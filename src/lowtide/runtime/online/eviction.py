@@ -46,7 +46,7 @@ from lowtide.runtime.run_figures import StepTally
 from lowtide.runtime.storage.checksum import checksum
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Anchor, Record, Value
-from lowtide.runtime.storage.views import as_bytes, sole_owner
+from lowtide.runtime.storage.views import UNHELD, as_bytes, python_references, sole_owner
 from lowtide.runtime.tensors import beneath_autograd
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ INTERCEPTED_SECONDS = 50e-6
 """What the interception is assumed to add to each operator that is run again, and to each value that is moved, until the first
 planned unit has shown it: recording and serving are some hundred lines of Python."""
 """Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
-
 
 @final
 class Evictor:
@@ -326,7 +325,9 @@ class Evictor:
         assert group[0].held is not None
         storage = group[0].held.untyped_storage()
         size = storage.nbytes()
-        if size < SMALLEST_BYTES or not sole_owner(storage, len({id(holder.held) for holder in group})):
+        if size < SMALLEST_BYTES or python_references(storage) > UNHELD:
+            return 0
+        if not sole_owner(storage, len({id(holder.held) for holder in group})):
             return 0
         start = time.perf_counter()
         try:

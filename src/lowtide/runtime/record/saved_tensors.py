@@ -47,14 +47,17 @@ class Packed(Protocol):
 class Kept:
     """A saved tensor that Lowtide keeps: in memory or, after :meth:`leave`, on the offload tier."""
 
-    __slots__ = ("__weakref__", "leaf", "meta", "origin", "tensor", "ticket", "version")
+    __slots__ = ("__weakref__", "data", "leaf", "meta", "origin", "tensor", "ticket", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor: a leaf itself, any other detached, so that autograd's graph does not keep itself alive.
+        """Hold a tensor: a parameter itself, any other detached.
 
-        A view of data counts as any other: its base would keep the storage beside it.
+        A detached alias does not keep autograd's graph alive, and counts as an owner of its own beside the script's tensor,
+        its views and its base. Data is given back as the script's own tensor while that lives. Where an alias would not do
+        (other types, inference tensors, attributes of the script's), the tensor itself stays for good.
         """
-        self.leaf = node_of(tensor) is None and (tensor.requires_grad or tensor._base is None)
+        self.leaf = node_of(tensor) is None and (tensor.requires_grad or not _has_alias(tensor))
+        self.data = not self.leaf and not tensor.requires_grad
         self.tensor: torch.Tensor | None = None
         self._show(tensor)
         self.origin = None if self.leaf else Origin.of(tensor, self)
@@ -64,9 +67,8 @@ class Kept:
 
     @property
     def held(self) -> torch.Tensor | None:
-        """The tensor, if it may be offloaded; None for a leaf that requires grad, which must stay the same object."""
-        stays = self.tensor is not None and self.leaf and self.tensor.requires_grad
-        return None if stays else self.tensor
+        """The tensor, if it may be offloaded; None for one that must stay the same object."""
+        return None if self.leaf else self.tensor
 
     def leave(self, ticket: Ticket) -> None:
         """Drop the tensor; ``ticket`` is the place of its bytes on the offload tier."""
@@ -96,10 +98,15 @@ class Kept:
             assert self.meta is not None
             with beneath_autograd():
                 self.tensor = view_on(self.ticket.fetch(), self.meta)
-            self.version = -1
-        if self.version >= 0 and self.tensor._version != self.version:
+            self.version = self.tensor._version
+        self.check()
+        its_own = self.origin() if self.data and self.origin is not None else None
+        return self.tensor if its_own is None else its_own
+
+    def check(self) -> None:
+        """Raise a RuntimeError if the tensor is in memory and was changed in place since it was saved, or fetched."""
+        if self.tensor is not None and self.version >= 0 and self.tensor._version != self.version:
             raise modified_in_place(meta_of(self.tensor), self.tensor._version, self.version)
-        return self.tensor
 
 
 @final
@@ -186,6 +193,8 @@ class QueuedHandle:
             start = time.perf_counter()
             self.queued = evictor.queue.fetch(self.kept, self.queued)
             evictor.tally.offload_seconds += time.perf_counter() - start
+        for other in self.queued.alive():  # fetched aliases have versions of their own
+            other.check()
         return self.kept.unpack()
 
 
@@ -224,7 +233,7 @@ class SavedTensors:
         if followed and self.queue_only:
             return self._queue(tensor)
         value = self.ledger.find(tensor.untyped_storage()) if followed else None
-        if value is None or not self._ours(value):
+        if value is None or not self._ours(value) or _is_marked(tensor):
             if self.evictor.recorder.active:
                 self.evictor.recorder.packed(-1)
             return Kept(tensor)
@@ -248,10 +257,10 @@ class SavedTensors:
     def _queue(self, tensor: torch.Tensor) -> Kept | QueuedHandle:
         if self.gate is not None:
             self.gate.rearm()
-        kept = Kept(tensor)
-        if kept.held is None:  # a parameter: the script holds it
+        kept, storage, queue = Kept(tensor), tensor.untyped_storage(), self.evictor.queue
+        if kept.held is None or not queue.may_leave(storage):
             return kept
-        return QueuedHandle(self, kept, self.evictor.queue.add(kept, tensor.untyped_storage()))
+        return QueuedHandle(self, kept, queue.add(kept, storage))
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor that autograd gets back (unpack hook)."""
@@ -282,6 +291,16 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach()
     return gate.detached(tensor)
+
+
+def _has_alias(tensor: torch.Tensor) -> bool:
+    """Whether a detached alias stands for a tensor in all that a script can see."""
+    return type(tensor) in PLAIN_TYPES and on_storage(tensor) and not tensor.is_inference() and not _is_marked(tensor)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is data with attributes of the script's, which autograd gives back with it."""
+    return node_of(tensor) is None and bool(tensor.__dict__)
 
 
 def _followed(tensor: torch.Tensor) -> bool:

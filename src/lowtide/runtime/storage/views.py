@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -25,6 +26,21 @@ _NO_GUARDS: Final = nullcontext()
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
     """Whether no tensors refer to a storage except ``own`` aliases that Lowtide holds."""
     return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
+
+
+def python_references(storage: torch.UntypedStorage) -> int:
+    """References to a storage's Python object; to be compared with :data:`UNHELD`."""
+    return sys.getrefcount(storage)
+
+
+def _unheld() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return python_references(storage)
+
+
+UNHELD: Final = _unheld()
+"""What :func:`python_references` finds if the caller's local variable is all that holds a storage's Python object."""
 
 
 def _beneath() -> AbstractContextManager[None]:
