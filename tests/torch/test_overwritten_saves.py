@@ -9,6 +9,7 @@ there in the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,3 +189,52 @@ def test_the_lowest_plan_of_a_packed_seq2seq_reaches_its_bound() -> None:
     plan = budgeted(zoo.gru_seq2seq, above_of(plain_of(zoo.gru_seq2seq), 0.5)).outcome.plan
     assert plan is not None
     assert plan.lowest_peak_bytes == plan.bound_peak_bytes
+
+
+class _Halving(torch.autograd.Function):
+    """Changes what it saved when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        found = given[0] * (1 - y * y)
+        y.mul_(0.5)
+        return found
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_write_in_backward_to_what_was_saved_raises_at_the_next_backward(offload: bool) -> None:  # noqa: FBT001
+    """Whether it was in memory, recomputed or fetched for the first one: what a script gets shares the version of what it saved."""
+    raised: list[int] = []
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * BLOCKS)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(i: int) -> torch.Tensor:
+            x = torch.randn(ROWS, WIDTH)
+            for layer in model:
+                x = _Halving.apply(layer(x))
+            loss = x.square().mean()
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                raised.append(i)
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, STEPS)
+    raised.clear()
+    assert budgeted(make, above_of(reference, 0.75), STEPS, offload=offload).bits == reference.bits
+    assert raised == list(range(STEPS))

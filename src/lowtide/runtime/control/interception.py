@@ -39,6 +39,9 @@ FAST: Final = 1e9
 class Interception:
     """Installs and removes dispatch modes and hooks, and ties recorder, meter and evictor together; one per runtime.
 
+    Its many methods are the states that interception can be in (full, by the queue, by a plan, watching writes, none), and
+    what the runtime asks about them.
+
     Attributes:
         clock: reports phases, module calls and optimizer steps.
         budget: the budget to hold.

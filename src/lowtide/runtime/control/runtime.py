@@ -433,7 +433,6 @@ class Runtime:
                 value.tainted = True
                 recorder.taint(value)
         self.levers.gradients.exposed(tensor.untyped_storage())
-        interception.evictor.queue.expose(tensor.untyped_storage())
         if shows and self._active:
             self._show(tensor)
 

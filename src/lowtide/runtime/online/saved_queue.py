@@ -67,18 +67,8 @@ class SavedTensorQueue:
         """
         self._move = move
         self._by_address: dict[int, Queued] = {}
-        self._exposed: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         self._large: deque[Queued] = deque()
         self._small: deque[Queued] = deque()
-
-    def expose(self, storage: torch.UntypedStorage) -> None:
-        """Code outside torch got the address of a storage, and may write there unseen: it stays in memory."""
-        self._exposed[storage._cdata] = weakref.ref(storage)
-
-    def may_leave(self, storage: torch.UntypedStorage) -> bool:
-        """Whether nothing but tensors can show a storage's bytes: torch allocated it, and told nobody its address."""
-        found = self._exposed.get(storage._cdata)
-        return storage.resizable() and (found is None or found() is not storage)
 
     def add(self, kept: Keeper, storage: torch.UntypedStorage) -> Queued:
         """Autograd saved a tensor on a storage; returns what keeps that storage."""
@@ -118,7 +108,7 @@ class SavedTensorQueue:
             held = saved.held()
             if not held:
                 continue  # autograd has released all
-            size = self._move(held) if self._may_leave(saved) else 0
+            size = self._move(held)
             freed += max(0, size)
             if size <= 0:
                 queue.append(saved)
@@ -126,13 +116,8 @@ class SavedTensorQueue:
                 break
         return freed
 
-    def _may_leave(self, saved: Queued) -> bool:
-        storage = saved.storage()
-        return storage is not None and self.may_leave(storage)
-
     def forget_the_dead(self) -> None:
         """Drop what nothing keeps any more; called between units."""
-        self._exposed = {address: ref for address, ref in self._exposed.items() if ref() is not None}
         alive = {id(saved): saved for saved in self._by_address.values() if any(ref() is not None for ref in saved.keepers)}
         self._by_address = {address: saved for address, saved in self._by_address.items() if id(saved) in alive}
         self._large = deque(saved for saved in self._large if id(saved) in alive)

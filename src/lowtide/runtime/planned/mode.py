@@ -47,7 +47,7 @@ from lowtide.runtime.storage.value import (
     records_behind,
     state_bytes,
 )
-from lowtide.runtime.storage.views import Meta, as_bytes, bytes_of, meta_of, sole_owner, version_probe, view_on
+from lowtide.runtime.storage.views import Meta, as_bytes, bytes_of, meta_of, sole_owner, version_probe, view_watched
 from lowtide.runtime.tensors import on_storage
 
 
@@ -93,7 +93,7 @@ class PlannedHandle:
         if self.instead is not None:
             return self.instead
         storage = self.run.serve(self.value)
-        return view_on(storage, self.meta)
+        return view_watched(self.watched, storage, self.meta)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from lowtide.runtime.online.saved_queue import Queued
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Value
-from lowtide.runtime.storage.views import Meta, meta_of, version_probe, view_on
+from lowtide.runtime.storage.views import Meta, meta_of, version_probe, view_on, view_watched
 from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
 
 
@@ -156,7 +156,7 @@ class Handle:
         if self.instead is not None:
             return self.instead
         storage = self.saver.ask(self.value.latest())
-        return view_on(storage, self.meta)
+        return view_watched(self.watched, storage, self.meta)
 
 
 @final
@@ -257,10 +257,10 @@ class SavedTensors:
     def _queue(self, tensor: torch.Tensor) -> Kept | QueuedHandle:
         if self.gate is not None:
             self.gate.rearm()
-        kept, storage, queue = Kept(tensor), tensor.untyped_storage(), self.evictor.queue
-        if kept.held is None or not queue.may_leave(storage):
+        kept, storage = Kept(tensor), tensor.untyped_storage()
+        if kept.held is None or not self.evictor.meter.counts(storage):  # memory of others may be written unseen
             return kept
-        return QueuedHandle(self, kept, queue.add(kept, storage))
+        return QueuedHandle(self, kept, self.evictor.queue.add(kept, storage))
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor that autograd gets back (unpack hook)."""

@@ -84,6 +84,13 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def view_watched(probe: torch.Tensor, storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
+    """A tensor with the given view metadata on a storage, which shares a probe's version counter."""
+    alias = detached(probe)
+    _DATA.__set__(alias, view_on(storage, meta))
+    return alias
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements; for a sparse tensor, of its indices and values."""
     if tensor.layout is torch.strided:
