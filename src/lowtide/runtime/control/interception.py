@@ -144,17 +144,15 @@ class Interception:
             self.stack.put(self.online, self.saver.pack, self.saver.unpack)
 
     def _queue_only(self, gate: Gate | None) -> None:
-        self.saver.queue_only, self.saver.gate, self.online.opens_gate = True, gate, gate is not None
+        self.saver.queue_only, self.online.opens_gate = True, gate is not None
 
     def _open_gate(self, gate: Gate | None) -> Gate | None:
         """A gate, or the given one, through which pass all operators that only have to fit."""
         limit = self.budget.limit_bytes - SLACK_BYTES
-        if gate is None:
-            gate = self.gate_under(limit, script_of([], [], [], []))
-        if gate is not None and isinstance(self.meter, HeapMeter):
-            gate.open = True
-            gate.cap(*self.meter.cells(), max(limit, 1))
-        return gate
+        opened = self.gate_under(limit, script_of([], [], [], [])) if gate is None else self._capped(gate, limit)
+        if opened is not None:
+            opened.open = True
+        return opened
 
     def gate_under(self, limit_bytes: int | None, script: Any) -> Gate | None:
         """A gate for what :func:`~lowtide.runtime.gate.script_of` returned, under a cap; None where there is none.
@@ -165,10 +163,12 @@ class Interception:
         """
         if script is None or not (limit_bytes is None or isinstance(self.meter, HeapMeter)):
             return None
-        made = gate_of(script)
+        return self._capped(gate_of(script), limit_bytes)
+
+    def _capped(self, gate: Gate, limit_bytes: int | None) -> Gate:
         if limit_bytes is not None and isinstance(self.meter, HeapMeter):
-            made.cap(*self.meter.cells(), max(limit_bytes, 1))
-        return made
+            gate.cap(*self.meter.cells(), max(limit_bytes, 1))
+        return gate
 
     def take_over(self, plan: PlannedMode, recorder: TraceRecorder) -> OnlineMode:
         """A planned forward left its recording: hold the budget online for the rest of the unit."""
@@ -195,7 +195,7 @@ class Interception:
 
     def _note_into(self, recorder: TraceRecorder, *, remember: bool, write_listeners: tuple[Any, ...] = ()) -> None:
         self.evictor.recorder = recorder
-        self.saver.queue_only, self.saver.gate, self.online.opens_gate = False, None, False
+        self.saver.queue_only = self.online.opens_gate = False
         self.ledger.on_death = recorder.gone if recorder.active else None
         self.online.begin(remember=remember, write_listeners=write_listeners)
 

@@ -56,10 +56,11 @@ SMALLEST_BYTES = 2048
 """Values below this size are never evicted: the bookkeeping would cost more than it frees."""
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
+"""Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
 INTERCEPTED_SECONDS = 50e-6
 """What the interception is assumed to add to each operator that is run again, and to each value that is moved, until the first
 planned unit has shown it: recording and serving are some hundred lines of Python."""
-"""Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
+
 
 @final
 class Evictor:

@@ -36,7 +36,7 @@ class Keeper(Holder, Protocol):
 class Queued:
     """A storage, and the saved tensors that keep it; all of them weakly."""
 
-    __slots__ = ("__weakref__", "keepers", "storage")
+    __slots__ = ("keepers", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         """Begin without saved tensors."""
@@ -118,7 +118,6 @@ class SavedTensorQueue:
 
     def forget_the_dead(self) -> None:
         """Drop what nothing keeps any more; called between units."""
-        alive = {id(saved): saved for saved in self._by_address.values() if any(ref() is not None for ref in saved.keepers)}
-        self._by_address = {address: saved for address, saved in self._by_address.items() if id(saved) in alive}
-        self._large = deque(saved for saved in self._large if id(saved) in alive)
-        self._small = deque(saved for saved in self._small if id(saved) in alive)
+        self._by_address = {address: saved for address, saved in self._by_address.items() if saved.alive()}
+        self._large = deque(saved for saved in self._large if saved.alive())
+        self._small = deque(saved for saved in self._small if saved.alive())

@@ -60,7 +60,7 @@ class CompiledPlan:
         last_moves: values to offload just before the first backward that is not followed.
         last_use: per tracked value, the last operator at which it is looked up.
         writes: per operator, whether its schema says that it writes in place.
-        sizes: per operator, the bytes of its fresh storages, in order.
+        weighed: per operator, the bytes of its fresh storages; 0 for one that makes too few to matter.
         significant_bytes: what an operator makes below that matters little for the unit's peak.
         again: per operator, whether it can be retried: it writes nothing in place, draws no random numbers, and no other rank
             waits for it.
@@ -83,7 +83,7 @@ class CompiledPlan:
     last_moves: tuple[int, ...]
     last_use: Mapping[int, int]
     writes: tuple[bool, ...]
-    sizes: tuple[tuple[int, ...], ...]
+    weighed: tuple[int, ...]
     significant_bytes: int
     again: tuple[bool, ...]
     gate_script: Any
@@ -138,9 +138,9 @@ def compile_script(
     writes = [bool(info_of(f).writes_at) for _, f in forward]
     again = [not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)]
     alone = [act is None and not written for act, written in zip(acts, writes, strict=True)]
-    sizes = [_sizes(trace, e) for e, _ in forward]
-    significant = max(map(sum, sizes), default=0) // SIGNIFICANT + 1
-    weighed = [made if (made := sum(s)) >= significant else 0 for s in sizes]
+    made = [_bytes_made(trace, e) for e, _ in forward]
+    significant = max(made, default=0) // SIGNIFICANT + 1
+    weighed = [size if size >= significant else 0 for size in made]
     return CompiledPlan(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
@@ -158,7 +158,7 @@ def compile_script(
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*writes, False),
-        sizes=(*sizes, ()),
+        weighed=(*weighed, 0),
         significant_bytes=significant,
         again=(*again, False),
         gate_script=gate.script_of([func for _, func in forward], alone, again, weighed),
@@ -171,10 +171,10 @@ def _last_heir(problem: Problem, value: int) -> int:
     return value
 
 
-def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
+def _bytes_made(trace: Trace, event: int) -> int:
     op = trace.events[event]
     assert isinstance(op, Op)
-    return tuple(trace.buffers[v].bytes for v in op.writes)
+    return sum(trace.buffers[v].bytes for v in op.writes)
 
 
 def _last_uses(acts: Sequence[PlannedStep | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:

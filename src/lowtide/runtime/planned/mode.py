@@ -587,8 +587,7 @@ class PlannedMode(Mode):
 
     def _weigh(self, out: Any) -> None:
         """Compare the bytes that an operator made with those that it made in the recording; small ones do not count."""
-        sizes = self.script.sizes[self.at]
-        if sizes and (recorded := sum(sizes)) >= self.script.significant_bytes:
+        if recorded := self.script.weighed[self.at]:
             made = sum(bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor))
             self._growth = max(self._growth, made / recorded)
 

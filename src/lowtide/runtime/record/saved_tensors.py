@@ -109,22 +109,38 @@ class Kept:
             raise modified_in_place(meta_of(self.tensor), self.tensor._version, self.version)
 
 
+class _Awaited:
+    """A handle that counts as awaited until a backward has asked for it, or none can any more."""
+
+    __slots__ = ("__weakref__", "asked", "saver")
+
+    def __init__(self, saver: SavedTensors) -> None:
+        self.saver = saver
+        self.asked = False
+        saver.awaited += 1
+
+    def _met(self) -> None:
+        """Count the handle as no longer awaited."""
+        if not self.asked:
+            self.asked = True
+            self.saver.awaited -= 1
+
+
 @final
-class Handle:
+class Handle(_Awaited):
     """A saved tensor whose value may be evicted."""
 
-    __slots__ = ("__weakref__", "asked", "instead", "meta", "origin", "saver", "value", "version", "watched")
+    __slots__ = ("instead", "meta", "origin", "value", "version", "watched")
 
     def __init__(self, saver: SavedTensors, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; of the tensor itself, only the version counter is watched, and no bytes are held."""
-        self.saver = saver
+        super().__init__(saver)
         self.value = value
         self.meta: Meta = meta_of(tensor)
         self.watched = version_probe(tensor)
         self.version = tensor._version
         self.origin = Origin.of(tensor, self)
         self.instead: torch.Tensor | None = None
-        self.asked = False
 
     def __del__(self) -> None:
         """Release the value: autograd has released the saved tensor."""
@@ -137,12 +153,6 @@ class Handle:
         if self.instead is None:
             self.saver.released(self.value.latest())
         self.instead = detached(tensor)
-
-    def _met(self) -> None:
-        """Count the handle as no longer awaited: a backward has asked for it, or none can any more."""
-        if not self.asked:
-            self.asked = True
-            self.saver.awaited -= 1
 
     def unpack(self) -> torch.Tensor:
         """The tensor, recomputed or fetched if its value was evicted.
@@ -160,26 +170,21 @@ class Handle:
 
 
 @final
-class QueuedHandle:
+class QueuedHandle(_Awaited):
     """A saved tensor of a unit whose operators are not recorded: it can be offloaded."""
 
-    __slots__ = ("__weakref__", "asked", "kept", "queued", "saver")
+    __slots__ = ("kept", "queued")
 
     def __init__(self, saver: SavedTensors, kept: Kept, queued: Queued) -> None:
         """Keep the tensor, in memory for now."""
-        self.saver, self.kept, self.queued, self.asked = saver, kept, queued, False
+        super().__init__(saver)
+        self.kept, self.queued = kept, queued
         saver.outstanding += 1
-        saver.awaited += 1
 
     def __del__(self) -> None:
         """Autograd has released the saved tensor."""
         self._met()
         self.saver.outstanding -= 1
-
-    def _met(self) -> None:
-        if not self.asked:
-            self.asked = True
-            self.saver.awaited -= 1
 
     def unpack(self) -> torch.Tensor:
         """The tensor, fetched if it was offloaded; it can be offloaded again, as another backward may ask for it later.
@@ -205,7 +210,6 @@ class SavedTensors:
     Attributes:
         keep_only: whether every tensor is packed as a :class:`Kept`, so that its value cannot be evicted.
         queue_only: whether operators leave no records, so that saved tensors can be offloaded, but not recomputed.
-        gate: the open gate that is on in such a unit; None if there is none.
         outstanding: number of handles that autograd holds.
         awaited: number of these that no backward has asked for yet.
     """
@@ -216,7 +220,6 @@ class SavedTensors:
         self.evictor = evictor
         self.keep_only = False
         self.queue_only = False
-        self.gate: gate.Gate | None = None
         self.outstanding = 0
         self.awaited = 0
         self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
@@ -249,14 +252,11 @@ class SavedTensors:
     def _handle(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle:
         handle = Handle(self, value, tensor)
         self.outstanding += 1
-        self.awaited += 1
         self.evictor.saved(value, storage)
         self.evictor.recorder.saved(value)
         return handle
 
     def _queue(self, tensor: torch.Tensor) -> Kept | QueuedHandle:
-        if self.gate is not None:
-            self.gate.rearm()
         kept, storage = Kept(tensor), tensor.untyped_storage()
         if kept.held is None or not self.evictor.meter.counts(storage):  # memory of others may be written unseen
             return kept
@@ -264,8 +264,6 @@ class SavedTensors:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor that autograd gets back (unpack hook)."""
-        if self.gate is not None:
-            self.gate.rearm()
         return packed.unpack()
 
     def ask(self, value: Value) -> torch.UntypedStorage:

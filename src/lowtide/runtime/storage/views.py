@@ -75,19 +75,22 @@ _DATA: Any = torch._C.TensorBase.data
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares another tensor's version counter."""
-    alias = detached(tensor)
     nothing = _NOTHING.get(tensor.device)
     if nothing is None:
         with beneath_autograd():
             nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
-    _DATA.__set__(alias, nothing)
-    return alias
+    return _alias_with(tensor, nothing)
 
 
 def view_watched(probe: torch.Tensor, storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
     """A tensor with the given view metadata on a storage, which shares a probe's version counter."""
-    alias = detached(probe)
-    _DATA.__set__(alias, view_on(storage, meta))
+    return _alias_with(probe, view_on(storage, meta))
+
+
+def _alias_with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A detached alias of a tensor, which shares its version counter, with other data."""
+    alias = detached(tensor)
+    _DATA.__set__(alias, data)
     return alias
 
 
