@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,15 @@ from lowtide.runtime.control import interception
 from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.unit_choices import Hold
 from lowtide.runtime.online.mode import OnlineMode
-from lowtide.runtime.record.saved_tensors import QueuedHandle
+from lowtide.runtime.online.saved_queue import SavedTensorQueue
+from lowtide.runtime.record.saved_tensors import Kept, QueuedHandle
 from lowtide.runtime.units.unit_mode import OnlineReason
 from torch import nn
 
 import lowtide
 
 STEPS = 5
+SIZE = 1 << 20
 needs_gate = pytest.mark.skipif(gate.script_of([], [], [], []) is None, reason="the gate was not built")
 
 
@@ -91,6 +94,98 @@ def held_by_offloading(found: Budgeted) -> bool:
 @pytest.mark.usefixtures("unrecorded")
 def test_saved_tensors_are_offloaded_and_nothing_is_recomputed() -> None:
     assert held_by_offloading(run(layers))
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_what_a_retained_graph_holds_is_no_part_of_the_next_units_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to count as memory that no plan lowers. Nor is it an error that the update writes to weights that it has saved."""
+    began: list[Any] = []
+    choose = PlanChoice.choose
+
+    def noted(self: PlanChoice, unit: Any) -> Any:
+        began.append(unit)
+        return choose(self, unit)
+
+    monkeypatch.setattr(PlanChoice, "choose", noted)
+
+    def make() -> zoo.Job:
+        model = Layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        graphs = []
+
+        def step(_: int) -> Any:
+            loss = model(torch.randn(1024, 128))
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            graphs[:] = [loss]
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, STEPS)
+    assert budgeted(make, above_of(reference, 0.8), STEPS).bits == reference.bits
+    held = reference.above_bytes // 3
+    assert all(unit.left.bytes > held for unit in began[2:])
+    assert len({unit.base_bytes for unit in began[2:]}) == 1
+
+
+def test_a_queue_counts_what_was_offloaded_once() -> None:
+    """Also after it was fetched, and offloaded again."""
+
+    class Place:
+        def fetch(self) -> torch.UntypedStorage:
+            return torch.UntypedStorage(SIZE)
+
+    def leave(holders: list[Any]) -> int:
+        place: Any = Place()
+        for holder in holders:
+            holder.leave(place)
+        return SIZE
+
+    queue = SavedTensorQueue(leave)
+    whole = torch.randn(SIZE // 4, requires_grad=True) * 1
+    kept = [Kept(whole), Kept(whole[1:])]
+    queued = [queue.add(k, whole.untyped_storage()) for k in kept]
+    assert queued[0] is queued[1]
+    del whole
+    found = queued[0]
+    assert (queue.there_bytes(), queue.away_bytes()) == (SIZE, 0)
+    for _ in range(2):
+        assert queue.move(1) == SIZE
+        assert (queue.there_bytes(), queue.away_bytes()) == (0, SIZE)
+        found = queue.fetch(kept[0], found)
+        assert (queue.there_bytes(), queue.away_bytes()) == (SIZE, 0)
+
+
+def _by_functions(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """The model's output, without a call of any module."""
+    for layer in model:
+        x = nn.functional.linear(x, layer.weight, layer.bias) if isinstance(layer, nn.Linear) else nn.functional.dropout(x)
+    return x
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.parametrize("as_module", [True, False])
+def test_what_a_unit_is_given_stays(monkeypatch: pytest.MonkeyPatch, *, as_module: bool) -> None:
+    """No plan moves it, and the floor that a run reports counts it."""
+    queued: list[int] = []
+    add = SavedTensorQueue.add
+
+    def noted(self: SavedTensorQueue, kept: Any, storage: torch.UntypedStorage) -> Any:
+        queued.append(storage.nbytes())
+        return add(self, kept, storage)
+
+    monkeypatch.setattr(SavedTensorQueue, "add", noted)
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(nn.Linear(256, 128), *(m for _ in range(6) for m in (nn.Linear(128, 128), nn.Dropout(0.5))))
+        call = model if as_module else functools.partial(_by_functions, model)
+        return zoo.simple(model, lambda _, __: call(torch.randn(1024, 256)).square().mean())
+
+    run(make, 0.7)
+    assert queued
+    assert 1024 * 256 * 4 not in queued
 
 
 @needs_gate

@@ -299,10 +299,12 @@ class Interception:
 
     def retained_bytes(self, last_plan: PlannedMode | None) -> RetainedBytes:
         """What graphs of earlier units still hold; ``last_plan`` is the plan that the last of them followed, if any."""
+        evictor, queue = self.evictor, self.evictor.queue
         planned = 0 if last_plan is None else last_plan.left_bytes()
         if self.saver.outstanding <= 0:
             return RetainedBytes(planned)
-        return RetainedBytes(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
+        there = planned + self.ledger.saved_bytes() + queue.there_bytes()
+        return RetainedBytes(there, evictor.away_bytes() + queue.away_bytes(), evictor.has_dropped())
 
     def hold_everything(self) -> None:
         """Interception ends: make resident what the script may still ask for, as far as there is memory for it."""

@@ -6,14 +6,16 @@ so what was saved first leaves first.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, final
 
 import torch
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.online.holders import Holder
+from lowtide.runtime.online.lineage import held_alone
 
 SMALL_BYTES: Final = 64 << 10
 """Storages below this size leave after all others: a transfer takes some 50 microseconds, whatever it moves."""
@@ -36,10 +38,11 @@ class Keeper(Holder, Protocol):
 class Queued:
     """A storage, and the saved tensors that keep it; all of them weakly."""
 
-    __slots__ = ("keepers", "storage")
+    __slots__ = ("bytes", "keepers", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         """Begin without saved tensors."""
+        self.bytes = storage.nbytes()
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.keepers: list[weakref.ref[Keeper]] = []
 
@@ -52,6 +55,38 @@ class Queued:
     def alive(self) -> list[Keeper]:
         """The saved tensors that autograd still holds."""
         return [kept for ref in self.keepers if (kept := ref()) is not None]
+
+
+@final
+class UnitInputs:
+    """The storages that were passed to a unit's root calls.
+
+    They existed before the unit. No plan moves these, and the reported floor counts them, so neither does the queue.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a unit."""
+        self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] | None = None
+
+    def begin(self, *, known: bool) -> None:
+        """A unit begins; ``known``: with a root call, so that its inputs can be told from what is made in it."""
+        self._storages = {} if known else None
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors are passed to a root call."""
+        if self._storages is None:
+            return
+        for tensor in tensors:
+            with contextlib.suppress(NotImplementedError):  # a wrapper of torch.func has no storage
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+
+    def may_have(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was passed to a root call, or may have been there before the unit."""
+        if self._storages is None:
+            return True
+        found = self._storages.get(storage._cdata)
+        return found is not None and found() is storage
 
 
 @final
@@ -69,6 +104,18 @@ class SavedTensorQueue:
         self._by_address: dict[int, Queued] = {}
         self._large: deque[Queued] = deque()
         self._small: deque[Queued] = deque()
+        self._offloaded: list[Queued] = []
+
+    def there_bytes(self) -> int:
+        """Bytes in memory that only these saved tensors hold."""
+        keepers = (kept for saved in (*self._large, *self._small) for kept in saved.held())
+        return sum(storage.nbytes() for storage, _ in held_alone(keepers))
+
+    def away_bytes(self) -> int:
+        """Bytes that were offloaded and that autograd may still ask for."""
+        return sum({
+            id(kept.ticket): saved.bytes for saved in self._offloaded for kept in saved.alive() if kept.tensor is None
+        }.values())
 
     def add(self, kept: Keeper, storage: torch.UntypedStorage) -> Queued:
         """Autograd saved a tensor on a storage; returns what keeps that storage."""
@@ -110,8 +157,7 @@ class SavedTensorQueue:
                 continue  # autograd has released all
             size = self._move(held)
             freed += max(0, size)
-            if size <= 0:
-                queue.append(saved)
+            (self._offloaded if size > 0 else queue).append(saved)
             if size < 0:
                 break
         return freed
@@ -119,5 +165,6 @@ class SavedTensorQueue:
     def forget_the_dead(self) -> None:
         """Drop what nothing keeps any more; called between units."""
         self._by_address = {address: saved for address, saved in self._by_address.items() if saved.alive()}
+        self._offloaded = [saved for saved in self._offloaded if saved.alive()]
         self._large = deque(saved for saved in self._large if saved.alive())
         self._small = deque(saved for saved in self._small if saved.alive())

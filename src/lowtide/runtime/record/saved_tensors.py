@@ -11,7 +11,7 @@ from lowtide.runtime import gate
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
-from lowtide.runtime.online.saved_queue import Queued
+from lowtide.runtime.online.saved_queue import Queued, UnitInputs
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Value
@@ -198,8 +198,11 @@ class QueuedHandle(_Awaited):
             start = time.perf_counter()
             self.queued = evictor.queue.fetch(self.kept, self.queued)
             evictor.tally.offload_seconds += time.perf_counter() - start
-        for other in self.queued.alive():  # fetched aliases have versions of their own
-            other.check()
+        ticket = self.kept.ticket
+        if ticket is not None:  # aliases that were fetched together have versions of their own
+            for other in self.queued.alive():
+                if other.ticket is ticket:
+                    other.check()
         return self.kept.unpack()
 
 
@@ -210,6 +213,7 @@ class SavedTensors:
     Attributes:
         keep_only: whether every tensor is packed as a :class:`Kept`, so that its value cannot be evicted.
         queue_only: whether operators leave no records, so that saved tensors can be offloaded, but not recomputed.
+        inputs: what the running unit was given: it stays in memory.
         outstanding: number of handles that autograd holds.
         awaited: number of these that no backward has asked for yet.
     """
@@ -220,6 +224,7 @@ class SavedTensors:
         self.evictor = evictor
         self.keep_only = False
         self.queue_only = False
+        self.inputs = UnitInputs()
         self.outstanding = 0
         self.awaited = 0
         self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
@@ -259,6 +264,8 @@ class SavedTensors:
     def _queue(self, tensor: torch.Tensor) -> Kept | QueuedHandle:
         kept, storage = Kept(tensor), tensor.untyped_storage()
         if kept.held is None or not self.evictor.meter.counts(storage):  # memory of others may be written unseen
+            return kept
+        if kept.data and self.inputs.may_have(storage):
             return kept
         return QueuedHandle(self, kept, self.evictor.queue.add(kept, storage))
 
