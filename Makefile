@@ -97,6 +97,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/walks.py --json benchmarks/results/walks.json
 	$(BIN)/python benchmarks/lengths.py --json benchmarks/results/lengths.json
 	$(BIN)/python benchmarks/floors.py --json benchmarks/results/floors.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/offload_file.py --json benchmarks/results/offload_file.json
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
 	$(BIN)/python benchmarks/resident.py --json benchmarks/results/resident.json
 	$(BIN)/python benchmarks/checkpointed.py --without --json benchmarks/results/checkpointed.json

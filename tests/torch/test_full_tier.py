@@ -60,6 +60,25 @@ def test_a_full_tier_says_so_once_and_returns_what_it_holds(monkeypatch: pytest.
     assert torch.equal(again, values)
 
 
+def test_a_write_that_fails_after_all_leaves_the_value_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """File systems without reservation (and copy-on-write ones) can be full although room was reserved."""
+    real, left = file_tier.write_memory, [6]
+
+    def filling(*place: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            _full()
+        real(*place)
+
+    make = zoo.mlp
+    reference = plain_of(make)
+    monkeypatch.setattr(file_tier, "write_memory", filling)
+    run = budgeted(make, above_of(reference, 0.9))
+    assert left[0] < 0
+    assert run.bits == reference.bits
+    assert len(_said(capsys)) == 1
+
+
 def test_a_tier_without_room_for_a_segment_takes_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     real = file_tier.reserve
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+from collections.abc import Callable
+from typing import Final
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _SQLITE_IO, _SQLITE_FULL = 10, 13
 ROOM_FOR_TEMPORARY_FILES = "make room there, or set TMPDIR to a folder with free space"
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ZEROS = bytes(1 << 16)
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_AT_PLACE: Final = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)  # file, address, bytes, place in the file
+_LIBC.pwrite.argtypes = _LIBC.pread.argtypes = _AT_PLACE
+_LIBC.pwrite.restype = _LIBC.pread.restype = ctypes.c_ssize_t
 
 
 def reserve(file: int, size: int, *, since: int = 0) -> None:
@@ -32,6 +39,36 @@ def reserve(file: int, size: int, *, since: int = 0) -> None:
     at = since
     while at < size:
         at += os.pwrite(file, _ZEROS[: size - at], at)
+
+
+def write_memory(file: int, address: int, size: int, at: int) -> None:
+    """Write ``size`` bytes of the process's memory to a file, ``at`` bytes from its beginning; other threads run meanwhile.
+
+    Raises:
+        OSError: if they could not all be written.
+    """
+    _transfer(_LIBC.pwrite, file, address, size, at)
+
+
+def read_memory(file: int, address: int, size: int, at: int) -> None:
+    """Read ``size`` bytes of a file into the process's memory, ``at`` bytes from its beginning; other threads run meanwhile.
+
+    Raises:
+        OSError: if they could not all be read.
+    """
+    _transfer(_LIBC.pread, file, address, size, at)
+
+
+def _transfer(call: Callable[[int, int, int, int], int], file: int, address: int, size: int, at: int) -> None:
+    done = 0
+    while done < size:
+        moved = call(file, address + done, size - done, at + done)
+        if moved > 0:
+            done += moved
+            continue
+        error = ctypes.get_errno() if moved < 0 else errno.EIO  # 0: the file ends here
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
 
 
 def write(file: int, data: bytes | memoryview) -> None:

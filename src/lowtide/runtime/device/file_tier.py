@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Final, final
 
 import torch
-from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, read_memory, reserve, why, write_memory
 from lowtide.base.forks import weakly
 from lowtide.base.messages import tell
 from lowtide.planning.unit.problem import Bandwidth
 from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.available_memory import groups, is_in_memory
-from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest, flat
+from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest
 
 _SEGMENT_BYTES: Final = 64 << 20
 """The file grows by at least this much at a time, if the disk has that much room."""
 _PIECE_BYTES: Final = 16 << 20
-"""Values are copied in pieces of this size; each piece's pages are unmapped before the next piece is copied."""
+"""Values are copied in pieces of this size; in a control group, the write-back of each begins before the next is copied."""
 _ALIGNED_BYTES: Final = 64
 """Places start at cache lines, like torch's own blocks."""
 _CLASS_BITS: Final = 4
@@ -32,14 +34,22 @@ _ROOMY: Final = 1.5
 """A free place is reused for a value if it is at most this many times as large as the value."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Bytes of the file: where they begin, and how many there are."""
+
+    at: int
+    bytes: int
+
+
 @final
 class FileTier:
-    """An unlinked temporary file (in ``TMPDIR``), mapped into memory so that torch copies with all threads.
+    """An unlinked temporary file (in ``TMPDIR``).
 
     Under memory pressure the kernel writes the file's pages to disk; until then they are page cache, which it can reclaim.
-    They do not count as resident in the process: each page is unmapped as soon as it has been written or read
-    (``MADV_DONTNEED``, which keeps the contents of a shared file mapping). In a control group with a limit, their write-back
-    also starts at once (``POSIX_FADV_DONTNEED``), so that the group never waits for it at its limit.
+    They are never mapped, so they do not count as resident in the process, and cost no page faults: in a mapping, each page
+    that is touched costs one, which takes several times as long as copying it. In a control group with a limit, their
+    write-back starts at once (``POSIX_FADV_DONTNEED``), so that the group never waits for it at its limit.
     """
 
     overlaps: bool = False  # copies run on the cores that compute
@@ -49,12 +59,11 @@ class FileTier:
         self._file: IO[bytes] | None = None
         self._told = False
         self._end = 0
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._maps: list[tuple[int, int, int, mmap.mmap]] = []
+        self._rest = _Place(0, 0)
+        self._free: dict[int, list[_Place]] = {}
         self._limited = any(True for _ in groups())
         self._tickets: weakref.WeakSet[_FileTicket] = weakref.WeakSet()
-        self._shared: list[tuple[torch.Tensor, tuple[_Children, ...]]] = []
+        self._shared: list[tuple[_Place, tuple[_Children, ...]]] = []
         self._pipe: tuple[int, int] | None = None
         self._is_childs = False
         os.register_at_fork(
@@ -86,35 +95,49 @@ class FileTier:
         """Write a storage's bytes to the file.
 
         Raises:
-            OSError: if the disk has no room.
+            OSError: if the disk has no room, or fails.
         """
         if self._is_childs:
             raise OSError(errno.EROFS, "the file belongs to the parent process")
         size = storage.nbytes()
         place = self._place(size)
-        source = flat(storage)
-        for piece in _pieces(size):
-            place[piece].copy_(source[piece])
-            self.leave(place[piece])
+        try:
+            self.write(storage.data_ptr(), size, place)
+        except OSError as error:
+            self.give_back(place)
+            self._tell(error)
+            raise
         ticket = _FileTicket(self, place, size)
         self._tickets.add(ticket)
         return ticket
 
-    def leave(self, place: torch.Tensor, _read: torch.Tensor | None = None) -> None:
-        """Unmap the pages of a place that was just written, or read into another tensor (``_read``)."""
-        start = place.data_ptr()
-        for base, length, offset, mapped in self._maps:
-            if base <= start < base + length:
-                first = -(-(start - base) // mmap.PAGESIZE) * mmap.PAGESIZE
-                size = (start - base + place.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - first
-                if size > 0:
-                    mapped.madvise(mmap.MADV_DONTNEED, first, size)
-                    if self._limited and self._file is not None:
-                        os.posix_fadvise(self._file.fileno(), offset + first, size, os.POSIX_FADV_DONTNEED)
-                return
+    def write(self, address: int, size: int, place: _Place) -> None:
+        """Copy bytes of the process's memory to a place.
 
-    def _place(self, size: int) -> torch.Tensor:
-        """Unused mapped bytes, ``size`` or a few more. Places that were used before are preferred: they are warm.
+        Raises:
+            OSError: if the disk has no room after all, or fails.
+        """
+        self._copy(write_memory, address, size, place)
+
+    def read(self, address: int, size: int, place: _Place) -> None:
+        """Copy bytes of a place to the process's memory.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        self._copy(read_memory, address, size, place)
+
+    def _copy(self, copy: Callable[[int, int, int, int], None], address: int, size: int, place: _Place) -> None:
+        assert self._file is not None
+        number = self._file.fileno()
+        for done in range(0, size, _PIECE_BYTES):
+            piece = min(size - done, _PIECE_BYTES)
+            copy(number, address + done, piece, place.at + done)
+            if self._limited:
+                os.posix_fadvise(number, place.at + done, piece, os.POSIX_FADV_DONTNEED)
+
+    def _place(self, size: int) -> _Place:
+        """Unused bytes, ``size`` or a few more. Places that were used before are preferred: they are in the page cache.
 
         Sizes are rounded up to size classes. With exact sizes, a script whose sizes differ in every step would use each place
         only once, and the file would grow without bound.
@@ -128,13 +151,13 @@ class FileTier:
         fitting = min((free for free, places in self._free.items() if places and size <= free <= _ROOMY * size), default=0)
         if fitting:
             return self._free[fitting].pop()
-        if self._rest.numel() < size:
+        if self._rest.bytes < size:
             self._rest = self._more(size)
-        place = self._rest[:size]
-        self._rest = self._rest[-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES :]
+        place, used = _Place(self._rest.at, size), -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self._rest = _Place(self._rest.at + used, max(0, self._rest.bytes - used))
         return place
 
-    def _more(self, size: int) -> torch.Tensor:
+    def _more(self, size: int) -> _Place:
         """Extend the file by a segment if the disk has room for one, otherwise by ``size`` bytes.
 
         Raises:
@@ -143,45 +166,44 @@ class FileTier:
         try:
             if size < _SEGMENT_BYTES:
                 with contextlib.suppress(OSError):
-                    return self._map(_SEGMENT_BYTES)
-            return self._map(size)
+                    return self._extend(_SEGMENT_BYTES)
+            return self._extend(size)
         except OSError as error:
-            if not self._told:
-                self._told = True
-                where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else the error names the folders
-                trouble = f"{why(error)}{where}: {ROOM_FOR_TEMPORARY_FILES}"
-                tell(f"lowtide: offloading stops: {trouble}; training goes on")
+            self._tell(error)
             raise
 
-    def _map(self, size: int) -> torch.Tensor:
-        """Extend the file by ``size`` bytes and map them.
+    def _tell(self, error: OSError) -> None:
+        """Tell the user, once, why nothing more is offloaded."""
+        if not self._told:
+            self._told = True
+            where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else the error names the folders
+            trouble = f"{why(error)}{where}: {ROOM_FOR_TEMPORARY_FILES}"
+            tell(f"lowtide: offloading stops: {trouble}; training goes on")
+
+    def _extend(self, size: int) -> _Place:
+        """Extend the file by ``size`` bytes.
 
         Raises:
-            OSError: if the disk has no room. The bytes are reserved here, because a write to a mapping that the disk cannot
-                hold ends the process.
+            OSError: if the disk has no room. The bytes are reserved here, before any value depends on them.
         """
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="lowtide-", dir=_folder())  # noqa: SIM115 - lives as long as the tier
         at, number = self._end, self._file.fileno()
         try:
             reserve(number, at + size, since=at)
-            mapped = mmap.mmap(number, size, offset=at)
-            with torch.inference_mode(mode=False):
-                found = torch.frombuffer(mapped, dtype=torch.uint8)
-            self._maps.append((found.data_ptr(), size, at, mapped))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(number, at)  # some systems keep the blocks allocated before the failure
             raise
-        self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return found
+        self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return _Place(at, size)
 
-    def give_back(self, place: torch.Tensor, children: tuple[_Children, ...] = ()) -> None:
+    def give_back(self, place: _Place, children: tuple[_Children, ...] = ()) -> None:
         """Mark a place as free for reuse, as soon as no ``children`` are left that may read it."""
         if not all(group.have_ended() for group in children):
             self._shared.append((place, children))
             return
-        self._free.setdefault(place.numel(), []).append(place)
+        self._free.setdefault(place.bytes, []).append(place)
 
     def measure(self) -> Bandwidth:
         """Bytes per second each way, measured by copying `PROBE_BYTES` several times (outside torch's allocator).
@@ -190,26 +212,27 @@ class FileTier:
             OSError: if the disk has no room.
             OutOfMemoryError: if the process may not take the bytes that are copied.
         """
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            place = self._place(PROBE_BYTES)
-            try:
-                probe, *maps = (torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(1 + PROBES))
-            except (OSError, MemoryError) as error:
-                self.give_back(place)
-                raise torch.OutOfMemoryError("no memory to measure the offload tier's speed with") from error
-            probe.zero_()
-            place.copy_(probe)  # not timed: a place has only one first write, but is used many times
-            write = fastest(lambda: self.leave(place.copy_(probe)))
-            read = fastest(lambda: self.leave(place, probe.copy_(place)))
-            read_fresh = fastest(lambda: self.leave(place, maps.pop().copy_(place)))
+        place = self._place(PROBE_BYTES)
+        try:
+            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                probe, *fresh = (torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(1 + PROBES))
+        except (OSError, MemoryError) as error:
+            self.give_back(place)
+            raise torch.OutOfMemoryError("no memory to measure the offload tier's speed with") from error
+
+        def write() -> None:
+            self.write(probe.untyped_storage().data_ptr(), PROBE_BYTES, place)
+
+        def read(target: torch.Tensor) -> None:
+            self.read(target.untyped_storage().data_ptr(), PROBE_BYTES, place)
+
+        ctypes.memset(probe.untyped_storage().data_ptr(), 0, PROBE_BYTES)
+        write()  # not timed: a place has only one first write, but is used many times
+        found = Bandwidth(
+            write=fastest(write), read=fastest(lambda: read(probe)), read_fresh=fastest(lambda: read(fresh.pop())),
+        )
         self.give_back(place)
-        return Bandwidth(write=write, read=read, read_fresh=read_fresh)
-
-
-def _pieces(size: int) -> Iterator[slice]:
-    """Slices of at most `_PIECE_BYTES` that cover ``size`` bytes."""
-    for start in range(0, size, _PIECE_BYTES):
-        yield slice(start, min(start + _PIECE_BYTES, size))
+        return found
 
 
 def _folder() -> str | None:
@@ -256,25 +279,22 @@ class _Children:
 class _FileTicket:
     __slots__ = ("__weakref__", "_begun", "_place", "_size", "_tier", "children")
 
-    def __init__(self, tier: FileTier, place: torch.Tensor, size: int) -> None:
+    def __init__(self, tier: FileTier, place: _Place, size: int) -> None:
         self._tier, self._place, self._size = tier, place, size
         self.children: tuple[_Children, ...] = ()
         self._begun: torch.UntypedStorage | None = None
 
     def begin(self) -> None:
         if self._begun is None:
-            self._begun = self._copy()
+            self._begun = self._read()
 
     def fetch(self) -> torch.UntypedStorage:
         begun, self._begun = self._begun, None
-        return self._copy() if begun is None else begun
+        return self._read() if begun is None else begun
 
-    def _copy(self) -> torch.UntypedStorage:
+    def _read(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._size, device=HOST)
-        target = flat(storage)
-        for piece in _pieces(self._size):
-            target[piece].copy_(self._place[piece])
-            self._tier.leave(self._place[piece])
+        self._tier.read(storage.data_ptr(), self._size, self._place)
         return storage
 
     def __del__(self) -> None:
