@@ -111,9 +111,8 @@ class UnitTimeBound:
     def _packed(self) -> tuple[tuple[int, NDArray[np.float64], NDArray[np.float64]], ...]:
         """Per highest event: bytes in the plain run, and bytes freed and seconds added as the knapsack fills, best first."""
         highest = self._problem.plain_live + self._problem.rise
-        return tuple(
-            (int(highest[event]), *_knapsack(self._problem, int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED]
-        )
+        offers = _Offers(self._problem)
+        return tuple((int(highest[event]), *offers.at(int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED])
 
     def at(self, budget_bytes: int) -> float:
         """The bound for a budget, in seconds."""
@@ -122,25 +121,44 @@ class UnitTimeBound:
         )
 
 
-def _knapsack(problem: Problem, event: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    offers: dict[int, tuple[int, float]] = {}
-    for v, buffer in enumerate(problem.trace.buffers):
-        if not buffer.counted or not buffer.born < event <= problem.end(v) or event <= buffer.held_until:
-            continue
-        if any(e < event <= pin for e, pin in problem.needs[v]):
-            continue
-        prices = []
-        if problem.remakeable[v]:
-            prices.append(problem.again_seconds(problem.maker(v)))
-        if problem.can_move(v):
-            prices.append(problem.move_seconds(v))
-        if not prices:
-            continue
-        needed = any(e >= event for e, _ in problem.needs[v])
-        key = buffer.born if buffer.born >= 0 else -2 - v
-        cost = min(prices) if needed else 0.0
-        size, price = offers.get(key, (0, cost))
-        offers[key] = (size + buffer.bytes, min(price, cost))
-    best = sorted((o for o in offers.values() if o[0] > 0), key=lambda o: o[1] / o[0])
-    freed = np.cumsum([0.0, *(size for size, _ in best)])
-    return freed, np.cumsum([0.0, *(price for _, price in best)])
+class _Offers:
+    """What being absent frees and costs, for every counted value that can be recomputed or moved, in columns.
+
+    Values that one operator makes are one offer: it runs once for all of them.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Gather the columns."""
+        buffers, needs = problem.trace.buffers, problem.needs
+        priced = [(v, price) for v, b in enumerate(buffers) if b.counted and (price := _price(problem, v)) is not None]
+        self._bytes = np.array([buffers[v].bytes for v, _ in priced], dtype=np.float64)
+        self._price = np.array([price for _, price in priced])
+        self._born = np.array([buffers[v].born for v, _ in priced], dtype=np.int64)
+        self._held_until = np.array([buffers[v].held_until for v, _ in priced], dtype=np.int64)
+        self._end = np.array([problem.end(v) for v, _ in priced], dtype=np.int64)
+        self._last_need = np.array([max((e for e, _ in needs[v]), default=-1) for v, _ in priced], dtype=np.int64)
+        keys = [buffers[v].born if buffers[v].born >= 0 else -2 - v for v, _ in priced]
+        groups, group = np.unique(np.array(keys, dtype=np.int64), return_inverse=True)
+        self._group, self._groups = group.reshape(-1), len(groups)
+        pins = [(at, e, pin) for at, (v, _) in enumerate(priced) for e, pin in needs[v] if pin > e]
+        self._pinned, self._pinned_from, self._pinned_until = np.array(pins, dtype=np.int64).reshape(-1, 3).T
+
+    def at(self, event: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bytes freed and seconds added at an event as values become absent, the cheapest per byte first."""
+        there = (self._born < event) & (event <= self._end) & (event > self._held_until)
+        there[self._pinned[(self._pinned_from < event) & (event <= self._pinned_until)]] = False
+        group = self._group[there]
+        size = np.bincount(group, weights=self._bytes[there], minlength=self._groups)
+        cost = np.full(self._groups, np.inf)
+        np.minimum.at(cost, group, np.where(self._last_need >= event, self._price, 0.0)[there])
+        size, cost = size[size > 0], cost[size > 0]
+        best = np.argsort(cost / size, kind="stable")
+        return np.concatenate(([0.0], np.cumsum(size[best]))), np.concatenate(([0.0], np.cumsum(cost[best])))
+
+
+def _price(problem: Problem, v: int) -> float | None:
+    """The least that a value's absence costs if it is needed afterwards, in seconds; None if it cannot be absent."""
+    prices = [problem.again_seconds(problem.maker(v))] if problem.remakeable[v] else []
+    if problem.can_move(v):
+        prices.append(problem.move_seconds(v))
+    return min(prices, default=None)
