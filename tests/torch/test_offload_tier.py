@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import platform
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +75,40 @@ def test_what_a_system_writes_and_reads_in_parts_is_whole(monkeypatch, moved):
     monkeypatch.setattr(files, "_LIBC", SimpleNamespace(pwrite=partly(libc.pwrite), pread=partly(libc.pread)))
     source = torch.randn(2 * MIB)
     ticket = file_tier.FileTier().put(source.untyped_storage())
+    assert torch.equal(torch.empty(0).set_(ticket.fetch()), source)
+
+
+def test_threads_that_offload_at_once_get_places_of_their_own():
+    tier, tickets = file_tier.FileTier(), [[], []]
+    start = threading.Barrier(2)
+
+    def put(which: int) -> None:
+        start.wait()
+        for i in range(12):
+            value = torch.full((5 * MIB,), 100 * which + i, dtype=torch.uint8)
+            tickets[which].append((100 * which + i, tier.put(value.untyped_storage())))
+
+    threads = [threading.Thread(target=put, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    places = sorted((t._place.at, t._place.bytes) for which in tickets for _, t in which)
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(places))
+    for value, ticket in itertools.chain(*tickets):
+        assert (torch.empty(0, dtype=torch.uint8).set_(ticket.fetch()) == value).all()
+
+
+def test_nothing_is_offloaded_and_comes_back():
+    assert file_tier.FileTier().put(torch.empty(0).untyped_storage()).fetch().nbytes() == 0
+
+
+def test_a_lazy_copy_stays_one():
+    """Its bytes are allocated only where one of the two is written."""
+    source = torch.randn(MIB)
+    lazy = torch._lazy_clone(source)
+    ticket = file_tier.FileTier().put(lazy.untyped_storage())
+    assert torch._C._is_cow_tensor(lazy)
     assert torch.equal(torch.empty(0).set_(ticket.fetch()), source)
 
 

@@ -130,6 +130,99 @@ def test_what_a_retained_graph_holds_is_no_part_of_the_next_units_base(monkeypat
     assert len({unit.base_bytes for unit in began[2:]}) == 1
 
 
+def _later_inputs() -> zoo.Job:
+    """The losses of several calls are added up; each call's input is made after the first call."""
+    model = nn.Sequential(nn.Linear(1024, 8), nn.Linear(8, 1))
+    return zoo.simple(model, lambda m, _: sum(m(torch.randn(512, 1024)).square().mean() for _ in range(12)))
+
+
+def _masks() -> zoo.Job:
+    """A unit of plain functions, whose masks no gradient flows to."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(10)))
+
+    def loss(_: Any, __: int) -> torch.Tensor:
+        x = torch.randn(1024, 128)
+        for layer in model:
+            x = nn.functional.linear(x, layer.weight, layer.bias)
+            x = x * (torch.rand_like(x) * 2)
+        return x.square().mean()
+
+    return zoo.simple(model, loss)
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.parametrize("make", [_later_inputs, _masks])
+def test_data_that_a_unit_makes_can_leave(make: Callable[[], zoo.Job]) -> None:
+    found = run(make, 0.5)
+    assert found.peak_bytes <= found.budget_bytes + FIRST_CALLS_BYTES
+
+
+class _Square(torch.autograd.Function):
+    """Its backward can be differentiated, and saves again what the forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        return h * h
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (h,) = ctx.saved_tensors
+        return g * h * 2
+
+
+class _Writer(torch.autograd.Function):
+    """Its backward writes to what the forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        return h.sum() * 0
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (h,) = ctx.saved_tensors
+        h.detach().add_(1.0)
+        return torch.zeros_like(h)
+
+
+@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.parametrize("mib", [16, 20, 26])
+def test_a_write_to_one_fetched_alias_is_an_error_for_all(mib: int) -> None:
+    """Also for one that a differentiable backward has saved since."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(256, 256)
+            self.rest = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            h = self.first(x)
+            written, squared = _Writer.apply(h), _Square.apply(h)
+            del h
+            for layer in self.rest:
+                x = layer(x.tanh())
+            return squared.square().sum(), written, x.square().mean()
+
+    def train() -> None:
+        model = Model()
+        for last in (False, False, False, True):
+            x = torch.randn(2048, 256, requires_grad=True)
+            squared, written, rest = model(x)
+            (gradient,) = torch.autograd.grad(squared + rest, x, create_graph=True, retain_graph=True)
+            del squared, rest
+            if last:
+                written.backward(retain_graph=True)
+            gradient.square().sum().backward()
+            model.zero_grad()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train()
+    with lowtide.budget(live_now() + (mib << 20), keep_going=True), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train()
+
+
 def test_a_queue_counts_what_was_offloaded_once() -> None:
     """Also after it was fetched, and offloaded again."""
 

@@ -264,7 +264,6 @@ class Runtime:
             elif unit_boundaries.is_stale(self.unit, within, self.interception):
                 self._abandon_unit()
             else:
-                self.interception.saver.inputs.add(tensors_in((args, kwargs)))
                 self._goes_on(self.unit, within)
                 return
         self._begin_unit(self.knowledge.checkpoints.as_it_runs(kind))
@@ -548,7 +547,7 @@ class Runtime:
             if self.settings.steps and len(self.audit.steps) >= self.settings.steps:
                 raise StepLimitReached
         self.audit.unit_begins()
-        self.interception.saver.inputs.begin(known=bool(kind.call))
+        self.interception.saver.inputs.clear()
         former = self._former
         former.units += 1
         interception = self.interception

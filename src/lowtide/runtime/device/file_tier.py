@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from lowtide.base.messages import tell
 from lowtide.planning.unit.problem import Bandwidth
 from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.available_memory import groups, is_in_memory
-from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest
+from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest, flat
 
 _SEGMENT_BYTES: Final = 64 << 20
 """The file grows by at least this much at a time, if the disk has that much room."""
@@ -58,6 +59,7 @@ class FileTier:
         """Create no file until the first :meth:`put`."""
         self._file: IO[bytes] | None = None
         self._told = False
+        self._lock = threading.Lock()
         self._end = 0
         self._rest = _Place(0, 0)
         self._free: dict[int, list[_Place]] = {}
@@ -87,7 +89,7 @@ class FileTier:
 
     def in_child(self) -> None:
         """This process is the child: keep the pipe's end open as long as it lives, and write nothing."""
-        self._is_childs = True
+        self._is_childs, self._lock = True, threading.Lock()
         if self._pipe is not None:
             os.close(self._pipe[0])
 
@@ -100,9 +102,11 @@ class FileTier:
         if self._is_childs:
             raise OSError(errno.EROFS, "the file belongs to the parent process")
         size = storage.nbytes()
-        place = self._place(size)
+        with self._lock:
+            place = self._place(size)
         try:
-            self.write(storage.data_ptr(), size, place)
+            source: int = torch._C._data_address(flat(storage))  # type: ignore[attr-defined] # data_ptr() ends a lazy copy
+            self.write(source, size, place)
         except OSError as error:
             self.give_back(place)
             self._tell(error)
@@ -128,9 +132,9 @@ class FileTier:
         self._copy(read_memory, address, size, place)
 
     def _copy(self, copy: Callable[[int, int, int, int], None], address: int, size: int, place: _Place) -> None:
-        assert self._file is not None
-        number = self._file.fileno()
         for done in range(0, size, _PIECE_BYTES):
+            assert self._file is not None
+            number = self._file.fileno()
             piece = min(size - done, _PIECE_BYTES)
             copy(number, address + done, piece, place.at + done)
             if self._limited:
@@ -148,7 +152,8 @@ class FileTier:
                 self.give_back(place, children)
         step = max(_ALIGNED_BYTES, 1 << max(0, size.bit_length() - _CLASS_BITS))
         size = -(-size // step) * step
-        fitting = min((free for free, places in self._free.items() if places and size <= free <= _ROOMY * size), default=0)
+        free = list(self._free.items())  # what the garbage collector gives back meanwhile may add sizes
+        fitting = min((has for has, places in free if places and size <= has <= _ROOMY * size), default=0)
         if fitting:
             return self._free[fitting].pop()
         if self._rest.bytes < size:
@@ -212,7 +217,8 @@ class FileTier:
             OSError: if the disk has no room.
             OutOfMemoryError: if the process may not take the bytes that are copied.
         """
-        place = self._place(PROBE_BYTES)
+        with self._lock:
+            place = self._place(PROBE_BYTES)
         try:
             with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
                 probe, *fresh = (torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(1 + PROBES))

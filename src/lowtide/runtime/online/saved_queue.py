@@ -59,32 +59,28 @@ class Queued:
 
 @final
 class UnitInputs:
-    """The storages that were passed to a unit's root calls.
+    """The storages that existed before a unit and that it was given.
 
-    They existed before the unit. No plan moves these, and the reported floor counts them, so neither does the queue.
+    No plan moves these, and the reported floor counts them, so neither does the queue.
     """
 
     def __init__(self) -> None:
         """Begin without a unit."""
-        self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] | None = None
+        self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
 
-    def begin(self, *, known: bool) -> None:
-        """A unit begins; ``known``: with a root call, so that its inputs can be told from what is made in it."""
-        self._storages = {} if known else None
+    def clear(self) -> None:
+        """A unit begins."""
+        self._storages = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors are passed to a root call."""
-        if self._storages is None:
-            return
+        """Tensors are passed to the first root call; or the first is saved, where there is no root call."""
         for tensor in tensors:
             with contextlib.suppress(NotImplementedError):  # a wrapper of torch.func has no storage
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
 
-    def may_have(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage was passed to a root call, or may have been there before the unit."""
-        if self._storages is None:
-            return True
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is one of them."""
         found = self._storages.get(storage._cdata)
         return found is not None and found() is storage
 

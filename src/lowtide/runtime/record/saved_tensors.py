@@ -198,11 +198,9 @@ class QueuedHandle(_Awaited):
             start = time.perf_counter()
             self.queued = evictor.queue.fetch(self.kept, self.queued)
             evictor.tally.offload_seconds += time.perf_counter() - start
-        ticket = self.kept.ticket
-        if ticket is not None:  # aliases that were fetched together have versions of their own
-            for other in self.queued.alive():
-                if other.ticket is ticket:
-                    other.check()
+        for other in self.queued.alive():
+            if other.ticket is not None:  # those that were fetched have versions of their own
+                other.check()
         return self.kept.unpack()
 
 
@@ -213,7 +211,7 @@ class SavedTensors:
     Attributes:
         keep_only: whether every tensor is packed as a :class:`Kept`, so that its value cannot be evicted.
         queue_only: whether operators leave no records, so that saved tensors can be offloaded, but not recomputed.
-        inputs: what the running unit was given: it stays in memory.
+        inputs: what existed before the running unit and was given to it: it stays in memory.
         outstanding: number of handles that autograd holds.
         awaited: number of these that no backward has asked for yet.
     """
@@ -235,6 +233,8 @@ class SavedTensors:
             return Kept(tensor)
         if not self.evictor.recorder.active and self.on_first is not None:
             instead = self.on_first()
+            if self.evictor.recorder.active:
+                self.inputs.add((tensor,))
             if instead is not None:
                 return instead(tensor)
         followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # the budget limits no other device
@@ -265,7 +265,7 @@ class SavedTensors:
         kept, storage = Kept(tensor), tensor.untyped_storage()
         if kept.held is None or not self.evictor.meter.counts(storage):  # memory of others may be written unseen
             return kept
-        if kept.data and self.inputs.may_have(storage):
+        if kept.data and self.inputs.has(storage):
             return kept
         return QueuedHandle(self, kept, self.evictor.queue.add(kept, storage))
 
