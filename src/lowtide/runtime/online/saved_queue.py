@@ -16,6 +16,7 @@ import torch
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.online.holders import Holder
 from lowtide.runtime.online.lineage import held_alone
+from lowtide.runtime.storage.arguments import PLAIN_TYPES
 
 SMALL_BYTES: Final = 64 << 10
 """Storages below this size leave after all others: a transfer takes some 50 microseconds, whatever it moves."""
@@ -75,6 +76,8 @@ class UnitInputs:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tensors are passed to the first root call; or the first is saved, where there is no root call."""
         for tensor in tensors:
+            if type(tensor) not in PLAIN_TYPES:  # the loss may be given logits that are not computed yet
+                continue
             with contextlib.suppress(NotImplementedError):  # a wrapper of torch.func has no storage
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
