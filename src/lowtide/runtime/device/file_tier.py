@@ -102,8 +102,7 @@ class FileTier:
         if self._is_childs:
             raise OSError(errno.EROFS, "the file belongs to the parent process")
         size = storage.nbytes()
-        with self._lock:
-            place = self._place(size)
+        place = self._place(size)
         try:
             source: int = torch._C._data_address(flat(storage))  # type: ignore[attr-defined] # data_ptr() ends a lazy copy
             self.write(source, size, place)
@@ -146,6 +145,10 @@ class FileTier:
         Sizes are rounded up to size classes. With exact sizes, a script whose sizes differ in every step would use each place
         only once, and the file would grow without bound.
         """
+        with self._lock:  # not in give_back(), which the garbage collector may call while it is held
+            return self._unused(size)
+
+    def _unused(self, size: int) -> _Place:
         if self._shared:
             shared, self._shared = self._shared, []
             for place, children in shared:
@@ -217,8 +220,7 @@ class FileTier:
             OSError: if the disk has no room.
             OutOfMemoryError: if the process may not take the bytes that are copied.
         """
-        with self._lock:
-            place = self._place(PROBE_BYTES)
+        place = self._place(PROBE_BYTES)
         try:
             with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
                 probe, *fresh = (torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(1 + PROBES))
