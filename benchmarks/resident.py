@@ -58,7 +58,8 @@ def _run(command: list[str], folder: str, limit_bytes: int = UNLIMITED_BYTES) ->
     group = fence.cgroup(limit_bytes, f"lowtide-bench-{os.getpid()}")
     with Path(folder, "out").open("w+") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env={**os.environ, "TMPDIR": folder},
+            command, stdout=out, stderr=subprocess.DEVNULL, cwd=folder,
+            env={**os.environ, "TMPDIR": folder, "LOWTIDE_CACHE": "off"},
             preexec_fn=None if group is None else group.enter,  # noqa: PLW1509 - there is one thread
         )
         _, status, usage = os.wait4(process.pid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 settings.register_profile("lowtide", deadline=None)
 settings.load_profile("lowtide")
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["LOWTIDE_CACHE"] = "off"  # each run of a script begins without what others have learnt
 
 
 @pytest.hookimpl(tryfirst=True)

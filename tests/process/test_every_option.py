@@ -309,3 +309,35 @@ def test_a_missing_package_is_one_line_with_the_remedy(
     done = call(tmp_path, "-c", hidden, verb, *words, "s.toml" if verb == "sweep" else script_in(tmp_path, "pass\n"))
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1] == f"lowtide: error: {said}"
+
+
+def test_a_second_run_begins_with_what_the_first_one_kept(tmp_path: Path) -> None:
+    """It prints the same, is planned from its first step on and says so; ``--no-cache`` begins anew and keeps nothing.
+
+    An edited script begins anew, too. What is kept are files in one folder.
+    """
+    script, kept = script_in(tmp_path, NET), {"LOWTIDE_CACHE": str(tmp_path / "kept")}
+    asked = ("run", "--budget", "70%", "--json", "run.json")
+    first = lowtide_in(tmp_path, *asked, "--no-cache", script, **kept)
+    assert first.returncode == 0, first.stderr
+    assert not (tmp_path / "kept").exists()
+    for options, begins in ((("--cache",), "online"), ((), "planned"), (("--no-cache",), "online"), ((), "planned")):
+        done = lowtide_in(tmp_path, *asked, *options, script, **kept)
+        assert (done.returncode, done.stdout) == (0, first.stdout), done.stderr
+        figures = _read(tmp_path, "run.json")
+        assert figures["steps"][0]["policy"] == begins
+        assert bool(figures["units_of_earlier_runs"]) is (begins == "planned")
+        assert ("of an earlier run of this script" in done.stderr) is (begins == "planned")
+    assert len(list((tmp_path / "kept" / "units").iterdir())) == 1
+    done = lowtide_in(tmp_path, *asked, script_in(tmp_path, f"{NET}\n"), **kept)
+    assert (done.returncode, done.stdout) == (0, first.stdout), done.stderr
+    assert _read(tmp_path, "run.json")["steps"][0]["policy"] == "online"
+
+
+def test_a_folder_for_plans_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    """Nothing is kept, and nothing is said."""
+    (tmp_path / "file").write_text("")
+    script = script_in(tmp_path, NET)
+    for place in ("/proc/lowtide", str(tmp_path / "file")):
+        done = lowtide_in(tmp_path, "run", "--budget", "64MiB", "--quiet", script, LOWTIDE_CACHE=place)
+        assert (done.returncode, done.stderr) == (0, "")

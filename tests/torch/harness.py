@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import zoo
+from lowtide.runtime.control.runtime import Runtime
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.heap_counters import Counters
 from lowtide.runtime.device.heap_meter import counters
 from lowtide.runtime.run_figures import RunOutcome
+from lowtide.runtime.units.earlier_runs import EarlierRuns
 
 import lowtide
 
@@ -116,6 +121,32 @@ def budgeted(
         assert 0 <= step.recompute_seconds <= step.seconds
         assert step.recomputed_ops or not step.recompute_seconds
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
+
+
+@contextlib.contextmanager
+def remembering(folder: Path) -> Iterator[None]:
+    """Context in which budgeted runs follow what others recorded in the same folder, and add to it."""
+    from lowtide import api
+
+    runs: list[tuple[EarlierRuns, Runtime]] = []
+
+    def with_memory(**how: Any) -> BudgetSettings:
+        return BudgetSettings(**how, earlier=EarlierRuns(folder))
+
+    class Remembered(api.Budgeted):
+        def __init__(self, runtime: Runtime) -> None:
+            super().__init__(runtime)
+            assert runtime.settings.earlier is not None
+            runs.append((runtime.settings.earlier, runtime))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "BudgetSettings", with_memory)
+        patched.setattr(api, "Budgeted", Remembered)
+        try:
+            yield
+        finally:
+            for earlier, runtime in runs:
+                earlier.keep(runtime.knowledge.recordings)
 
 
 def trained_under(

@@ -36,6 +36,8 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 @click.option("--without", multiple=True, metavar="NAME,...",
               help="Exact memory optimizations that must not be used.")
 @click.option("--plan", metavar="FILE", help="Start with a plan written by --save-plan.")
+@click.option("--cache/--no-cache", default=True,
+              help="Follow plans of earlier runs of SCRIPT from the first step on, and keep plans for later runs.")
 @click.option("--save-plan", metavar="FILE", help="Write the plan that is in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run as JSON.")
 @click.option("--quiet", is_flag=True, help="Show no summary at the end.")
@@ -53,6 +55,7 @@ def run(
     allow: tuple[str, ...],
     without: tuple[str, ...],
     plan: str | None,
+    cache: bool,
     save_plan: str | None,
     json_file: str | None,
     quiet: bool,
@@ -105,6 +108,7 @@ def run(
                 json=absolute(json_file),
                 quiet=quiet,
                 keep_going=keep_going,
+                cache=cache,
             ),
         )
     )

@@ -63,6 +63,8 @@ def show_outcome(outcome: RunOutcome) -> None:
     kinds = {p: sum(1 for s in outcome.steps if s.policy == p) for p in ("online", "planned", "plain")}
     told = ", ".join(f"{n} {p}" for p, n in kinds.items() if n)
     table.add_row("steps", str(len(outcome.steps)), told)
+    if outcome.units_of_earlier_runs:
+        table.add_row("recordings", "kept", "of an earlier run of this script (--no-cache begins without them)")
     seconds = statistics.median(s.seconds for s in steps)
     table.add_row("step time", format_seconds(seconds), "median")
     recomputed = statistics.median(s.recomputed_ops for s in steps)

@@ -182,6 +182,7 @@ class RunOutcome:
         unmet: names given to ``--keep`` of which no module was called.
         neighbours: what other budgets would cost, if they were asked for.
         setup_peak_bytes: highest point before the first step, which no plan lowers and :attr:`held` does not judge.
+        units_of_earlier_runs: units that followed plans of recordings that earlier runs of the script had made.
     """
 
     budget_bytes: int
@@ -199,6 +200,7 @@ class RunOutcome:
     unmet: tuple[str, ...] = ()
     neighbours: tuple[Neighbour, ...] = ()
     setup_peak_bytes: int = 0
+    units_of_earlier_runs: int = 0
 
     @property
     def in_force(self) -> bool:
@@ -235,6 +237,7 @@ class RunOutcome:
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "setup_peak_bytes": self.setup_peak_bytes,
+            "units_of_earlier_runs": self.units_of_earlier_runs,
             "steps": [
                 {
                     "index": s.index,

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from lowtide.planning.status import Status
 from lowtide.planning.unit.bound import Bound, UnitTimeBound, peak_bound
 from lowtide.planning.unit.greedy import backtracked, lightened, pareto, walk
 from lowtide.planning.unit.minimum_account import MinimumAccount, account_of
-from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.problem import Away, Key, Problem
 from lowtide.planning.unit.state import State
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ _BUDGETS = 5
 """How many budgets are searched for the least memory within a time."""
 _NEAR = 0.01
 """Budgets closer than this share of (plain peak - base) share a search."""
+_KEPT = 24
+"""How many of the walk's states are kept for later runs, of those that need different memory."""
 _SAME = 1e-9
 """Share of the unit's seconds within which plan and bound count as equal."""
 
@@ -64,6 +67,19 @@ class Solution:
     bound_seconds: float
     lowest_bytes: int
     solve_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a later run needs of a front.
+
+    Attributes:
+        states: states of various peaks, the lowest among them.
+        proven: per budget that was searched, a lower bound on the extra seconds of its plans.
+    """
+
+    states: tuple[State, ...]
+    proven: Mapping[int, float]
 
 
 class Front:
@@ -99,6 +115,32 @@ class Front:
         start = time.perf_counter()
         front._found = [in_force]
         front.states = pareto([State.of(problem, s.decisions) for s in (*self.states, *self._found)])
+        front.solve_seconds += time.perf_counter() - start
+        return front
+
+    def kept(self) -> Kept:
+        """The states that are worth keeping for a later run: those found for budgets, and some of the walk's if there was one.
+
+        Budgets that were only searched in haste do not count as searched.
+        """
+        walked = pareto(self.states) if "states" in vars(self) else ()
+        some = walked[:: -(-len(walked) // _KEPT)] if walked else ()
+        states = pareto([*some, *walked[-1:], *self._found])
+        return Kept(states, {asked: self._proven[asked] for asked in self._asked(hasty=False)})
+
+    @classmethod
+    def restored(cls, problem: Problem, plans: Iterable[dict[Key, Away]], proven: Mapping[int, float]) -> Front:
+        """A front from what :meth:`kept` gave in an earlier run: plans, and bounds of the budgets that were searched.
+
+        Raises:
+            StructureError: if the runtime cannot carry out one of the plans.
+        """
+        front = cls(problem)
+        start = time.perf_counter()
+        states = pareto([front._plain, *(State.of(problem, plan) for plan in plans)])
+        if len(states) > 1:
+            front.states = states
+            front._proven = dict(proven)
         front.solve_seconds += time.perf_counter() - start
         return front
 

@@ -31,6 +31,7 @@ from lowtide.runtime.early_stop import StepLimitReached
 
 if TYPE_CHECKING:
     from lowtide.runtime.agent.measured_run import Trial
+    from lowtide.runtime.units.earlier_runs import EarlierRuns
 
 RECURSION: Final = 1000
 """Minimum recursion limit while Lowtide writes its figures, even if the script has set a lower one."""
@@ -75,7 +76,7 @@ def _run(task: Task) -> int:
     options = task.options
     job: _Budget | _Record | Trial
     if isinstance(options, RunOptions):
-        job = _Budget(options)
+        job = _Budget(task, options)
     elif isinstance(options, RecordOptions):
         job = _Record(task, options)
     else:
@@ -191,13 +192,14 @@ def _execute(task: Task) -> None:
 class _Budget:
     """``lowtide run``: the script under a budget."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, task: Task, options: RunOptions) -> None:
         from lowtide.base.units import parse_budget
         from lowtide.planning.unit.plan_file import load_plan
         from lowtide.runtime.control.runtime import Runtime
         from lowtide.runtime.control.settings import BudgetSettings
 
         self._options = options
+        self._earlier = _earlier_runs(task, options)
         self.runtime = Runtime(
             BudgetSettings(
                 budget=parse_budget(options.budget),
@@ -209,6 +211,7 @@ class _Budget:
                 refusal=_refusal,
                 keep_going=options.keep_going,
                 on_step=None if options.json is None else self._step_ended,
+                earlier=self._earlier,
             )
         )
         self._next_write = 0.0
@@ -239,6 +242,8 @@ class _Budget:
 
         runtime, options = self.runtime, self._options
         runtime.stop(over=True)
+        if self._earlier is not None:
+            self._earlier.keep(runtime.knowledge.recordings)
         outcome = replace(runtime.outcome(), neighbours=runtime.neighbours())
         written = Written()
         if options.json is not None:
@@ -323,6 +328,18 @@ class _Record:
         if not options.quiet and not _rank_suffix():
             show_recording(found)
         written.say()
+
+
+def _earlier_runs(task: Task, options: RunOptions) -> EarlierRuns | None:
+    """What earlier runs of the task's script recorded with the same options; None if it is not to be used."""
+    from lowtide.runtime.units.earlier_runs import EarlierRuns
+
+    if not options.cache or options.plan is not None or _rank_suffix():
+        return None
+    path = Path(task.target)
+    text = b"" if task.module else path.read_bytes()
+    chosen = (options.keep, options.offload, options.allow, options.without)
+    return EarlierRuns.of((task.target if task.module else str(path.resolve()), text, *chosen))
 
 
 def _rank_suffix() -> str:

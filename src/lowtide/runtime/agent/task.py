@@ -47,6 +47,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
         plan, save_plan, json: paths of the plan to follow, of the plan to write and of the figures; None if not asked for.
         quiet: whether to show no summary.
         keep_going: if true, a budget that cannot be held neither ends the script nor changes its exit code.
+        cache: whether to use, and keep for later runs, what runs of the script recorded.
     """
 
     budget: str
@@ -59,6 +60,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     json: str | None
     quiet: bool
     keep_going: bool = False
+    cache: bool = True
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True, tag="record"):

@@ -1,4 +1,7 @@
-"""Chooses, from the recordings, how a unit that begins is to run; the choice is returned as a value."""
+"""Chooses, from the recordings, how a unit that begins is to run; the choice is returned as a value.
+
+One module: every choice weighs the same recordings, figures and limits.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,14 @@ from lowtide.runtime.control.step_audit import StepAudit
 from lowtide.runtime.control.unit_choices import AsWritten, Choice, Follow, Hold, Ignore, MoveGradients, Refuse
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import Neighbour, PlanFigures
+from lowtide.runtime.torch_state import in_process_group
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.plan_cache import CROSSED
 from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, TOLERANCE_SHARE, RecordedUnit, near
 from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import OnlineReason
+from lowtide.runtime.units.unit_signature import UnitSignature
 
 UPDATES: Final = 2
 """Steps after which the optimizer's update is known: the first one also allocates the optimizer's states."""
@@ -38,6 +43,8 @@ GRID: Final = 20
 """Number of steps into which the room of such plans is divided ..."""
 SEARCHES: Final = 5
 """... and for how many of them plans are searched; the others are served by plans that need less."""
+TRIES: Final = 3
+"""Units that follow plans of an earlier run's recording although none of them has borne it out yet."""
 FORWARDS: Final = 128
 """Steps, those without a backward included, after which a run is no longer refused."""
 AGREED_UNITS: Final = range(2, 10)
@@ -85,17 +92,39 @@ class PlanChoice:
 
     def choose(self, unit: Unit) -> Choice:
         """Choose how a unit that begins is to run."""
+        if not self._source.only_rescues:
+            self._adopt(unit.kind)
         self._source.resolve(unit, self._audit.steps, self.between_bytes)
         if self._source.only_rescues:
             fits = self.has_room(unit)
             self._source.rescue_begins(fits=fits)
             return Ignore() if fits else self._hold(OnlineReason.NO_LIMIT)
-        entry = self._knowledge.recordings.nearest(unit.kind, unit.base_bytes)
+        recordings = self._knowledge.recordings
+        entry = recordings.nearest(unit.kind, unit.base_bytes)
+        if entry is not None and entry.is_untried:
+            followed = self._follow_earlier(unit, entry)
+            if followed is not None:
+                return followed
+            recordings.reject(unit.kind)
+            entry = recordings.nearest(unit.kind, unit.base_bytes, tried=True)
         if unit.number in AGREED_UNITS and plan_consensus.wanted():
             self._agree(entry, unit)
         if entry is not None:
             return self._choose_known(unit, entry)
         return self._choose_by_what_is_outside() or self._choose_unknown(unit)
+
+    def _adopt(self, kind: UnitSignature) -> None:
+        """Take over what an earlier run recorded of units of a kind, or of a sibling, that this run has not recorded."""
+        earlier, recordings = self._settings.earlier, self._knowledge.recordings
+        if earlier is None or in_process_group():
+            return
+        for each in (kind, *kind.siblings()):
+            found = earlier.find(each, self._knowledge)
+            if found is not None and not recordings.has(each):
+                recordings.adopt(each, found)
+                self._knowledge.checkpoints.recorded(each, found)
+            if recordings.has(each):
+                return
 
     @property
     def has_given_plan(self) -> bool:
@@ -146,6 +175,32 @@ class PlanChoice:
             return Follow(entry, solution)
         return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
 
+    def _follow_earlier(self, unit: Unit, entry: RecordedUnit) -> Choice | None:
+        """A plan of an earlier run for a unit; None if none fits, or none led through such units so far.
+
+        An earlier run proves nothing of this one, so its recording refuses no budget. Libraries allocate memory of their own
+        in a run's first unit; room for it is left.
+        """
+        earlier = self._settings.earlier
+        if earlier is None or entry.uses >= TRIES or self._knowledge.recordings.is_wild(unit.kind):
+            return None
+        shift = entry.shift(unit)
+        most = self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1
+        spare = SLACK_BYTES + entry.detour_bytes + (LIBRARY_BYTES if unit.number == 1 else 0)
+        solution = entry.front.at(most - shift - spare, search=False)
+        if solution.state is None:
+            solution = self._solve(entry, shift)
+        if unit.kind.plain_checkpoints and not self._is_better_than_written(unit, entry, solution):
+            return AsWritten()
+        if solution.state is None:
+            engaged = replace(unit.kind, engaged=True)
+            figures = self._tell(unit, entry, solution, shift)
+            would_do = earlier.has(engaged, self._knowledge) and self._gradients_would_do(figures, unit, entry)
+            return MoveGradients() if would_do else None
+        self._tell(unit, entry, solution, shift)
+        self._solved, self._solved_for = (entry.problem, solution), (entry, shift)
+        return Follow(entry, solution)
+
     def _is_better_than_written(self, unit: Unit, entry: RecordedUnit, solution: Solution) -> bool:
         """Whether a unit whose checkpoints are plain holds the budget, and as fast as it does as the script is written."""
         if solution.state is not None and solution.state.extra_seconds <= entry.saved_seconds:
@@ -190,7 +245,8 @@ class PlanChoice:
             return None
         recordings = self._knowledge.recordings
         likes = (recordings.nearest(kind, unit.base_bytes) for kind in recordings.alike(unit.kind))
-        entry = max((e for e in likes if e is not None), key=lambda e: e.front.bound.peak_bytes, default=None)
+        tried = (e for e in likes if e is not None and not e.is_untried)
+        entry = max(tried, key=lambda e: e.front.bound.peak_bytes, default=None)
         if entry is None:
             return None
         shift = entry.shift(unit)

@@ -50,6 +50,7 @@ from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackw
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.intercept.pointer_escapes import PointerEscapes
 from lowtide.runtime.online.kept_modules import KeptModules
+from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.planned.retained_graphs import WriteMode
 from lowtide.runtime.record.quiet_recorders import NO_UNIT
@@ -219,6 +220,7 @@ class Runtime:
             unreached=self.unreached.reasons,
             unmet=self.interception.evictor.exempt.unmet,
             levers=self.levers.figures(),
+            units_of_earlier_runs=0 if self.settings.earlier is None else self.settings.earlier.followed,
         )
 
     def neighbours(self) -> tuple[Neighbour, ...]:
@@ -390,7 +392,8 @@ class Runtime:
         stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that
         arrives = plan.arrives(expected[0])
         if mode.expected.resizing is None and not (plan.changed or plan.unplanned):
-            fits = above <= expected[1] + TOLERANCE_BYTES
+            cold = LIBRARY_BYTES if unit.number == 1 else 0
+            fits = above <= expected[1] + entry.unfreed_bytes(unit) + TOLERANCE_BYTES + cold
         else:
             rise = script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0
             resizing = mode.expected.resizing

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lowtide.base.errors import BudgetError
 from lowtide.base.units import Size
 from lowtide.planning.unit.plan_file import Plan
+from lowtide.runtime.units.earlier_runs import EarlierRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class BudgetSettings:
         steps: number of steps after which the script is ended; 0 for never.
         keep_going: whether the script goes on even if the first steps show that the budget cannot be held.
         on_step: called after each step, once the step's figures are available.
+        earlier: what earlier runs of the script recorded; None if it is not to be used.
     """
 
     budget: Size | None
@@ -39,3 +41,4 @@ class BudgetSettings:
     steps: int = 0
     keep_going: bool = False
     on_step: Callable[[], None] | None = None
+    earlier: EarlierRuns | None = None

@@ -138,7 +138,7 @@ class StepAudit:
         peak = max(self._interception.meter.span_peak(), running.peak_bytes, running.unseen_peak_bytes)
         crossed = bool(budget) and peak > budget
         self.crossings.step_ends(crossed=self.trained > 0 and crossed)
-        if crossed and self.trained >= self.refusable:
+        if crossed and self.trained >= REFUSED:
             self._tell_of_crossing(peak, figures, evaluation_bytes, unreached)
         self.steps.append(
             StepFigures(

@@ -11,6 +11,7 @@ from lowtide.planning.unit.state import State
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.step_audit import StepAudit
+from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.planned.timing import MATTERS_LATER_SHARE, MATTERS_SHARE, OTHERS_SHARE, Stopwatch, changed_seconds
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.knowledge import Knowledge
@@ -63,10 +64,10 @@ class UnitReview:
         elif evictor.exempt.unmet:
             names = ", ".join(evictor.exempt.unmet)
             tell(f"lowtide: --keep: no module of the first step has the path {names}; paths look like blocks.0")
-        states = frozenset(knowledge.persistent.states())
         entry = RecordedUnit(
-            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
-            tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes, bool(recorder.flights),
+            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes,
+            knowledge.persistent.states(), tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes,
+            bool(recorder.flights),
         )
         knowledge.recordings.keep(unit.kind, entry)
         knowledge.checkpoints.recorded(unit.kind, entry)
@@ -107,7 +108,8 @@ class UnitReview:
         # A graph left over from a planned unit is smaller than the recorded one; bytes that were missing at the beginning may
         # never have been allocated.
         less = (bool(entry.left.bytes) or entry.collective or not expected.certain) and measured < predicted
-        if not diverged and (less or near(measured, predicted, predicted)):
+        cold = unit.number == 1 and predicted < measured <= predicted + LIBRARY_BYTES
+        if not diverged and (less or cold or near(measured, predicted, predicted)):
             entry.followed += 1
             if unit.plan is not None and unit.plan.run.stopwatch is not None:
                 self._retime(entry, expected.state, unit.plan.run.stopwatch)

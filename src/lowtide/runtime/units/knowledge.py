@@ -43,16 +43,16 @@ class Knowledge:
             return
         before = self.persistent.states().keys()
         self.persistent.optimizers.add(optimizer)
-        found = self.persistent.states().keys() - before
+        found = {state: size for state, size in self.persistent.states().items() if state not in before}
         for entry in self.recordings if found else ():
-            entry.states |= found
+            entry.states.update(found)
 
     def certain_shift(self, entry: RecordedUnit, unit: Unit) -> int:
         """Bytes by which a unit certainly lies higher than the recorded one: optimizer state allocated since then.
 
         What graphs of earlier units held at the recording is subtracted. The result is at most the difference of the bases.
         """
-        grown = sum(size for state, size in self.persistent.states().items() if state not in entry.states)
+        grown = entry.grown_bytes(self.persistent.states())
         return min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes)
 
     def baseline_peak(self, entry: RecordedUnit, unit: Unit) -> int:

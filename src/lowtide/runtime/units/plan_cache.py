@@ -43,10 +43,19 @@ class PlanCache:
         """Whether a unit of exactly this kind was recorded."""
         return bool(self._entries.get(kind))
 
-    def nearest(self, kind: UnitSignature, base_bytes: int) -> RecordedUnit | None:
-        """The recording whose base is nearest, of this kind of unit or else of its nearest sibling; None if there is none."""
-        found = next((e for k in (kind, *kind.siblings()) if (e := self._entries.get(k))), None)
-        return min(found, key=lambda e: abs(e.trace.base_bytes - base_bytes)) if found else None
+    def nearest(self, kind: UnitSignature, base_bytes: int, *, tried: bool = False) -> RecordedUnit | None:
+        """The recording whose base is nearest, of this kind of unit or else of its nearest sibling; None if there is none.
+
+        Args:
+            kind: the kind of unit.
+            base_bytes: live bytes where the unit begins.
+            tried: whether recordings of earlier runs that no unit of this run has borne out are left out.
+        """
+        for other in (kind, *kind.siblings()):
+            found = [e for e in self._entries.get(other, ()) if not (tried and e.is_untried)]
+            if found:
+                return min(found, key=lambda e: abs(e.trace.base_bytes - base_bytes))
+        return None
 
     def alike(self, kind: UnitSignature) -> list[UnitSignature]:
         """The recorded kinds that differ from this one only in the sizes of their tensors."""
@@ -72,6 +81,20 @@ class PlanCache:
         others = [e for e in self._entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
         self._entries[kind] = [*others[-(RECORDINGS - 1):], entry]
         self._recorded[kind] = self._recorded.get(kind, 0) + 1
+
+    def adopt(self, kind: UnitSignature, entry: RecordedUnit) -> None:
+        """Keep a recording of an earlier run, which stands for several: another base is a mere offset."""
+        self.keep(kind, entry)
+        self._recorded[kind] = max(SEEN_TWICE, self._recorded[kind])
+
+    def reject(self, kind: UnitSignature) -> None:
+        """Discard the recordings of a kind that earlier runs made: units of this run are others, or no plan fits them."""
+        self.discard(kind)
+        self._recorded.pop(kind, None)
+
+    def latest(self) -> Iterator[tuple[UnitSignature, RecordedUnit]]:
+        """Each kind with its latest recording."""
+        return ((kind, entries[-1]) for kind, entries in self._entries.items() if entries)
 
     def is_worn(self, kind: UnitSignature) -> bool:
         """Whether a kind was recorded often enough for another base to be a mere offset."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -136,6 +137,8 @@ class Baseline:
 class RecordedUnit:
     """One recording of a kind of unit, and the plans made from it.
 
+    Its many fields are what was seen of one unit, and what units that followed it have shown since.
+
     Attributes:
         funcs: operators that a plan follows, each with its event.
         packs: for each tensor that autograd saved, the number of events before it, and the number of its value, or -1.
@@ -157,6 +160,7 @@ class RecordedUnit:
         timings: the units that followed a plan of it and were timed.
         nth: its number among the recordings of the run, from 1; 0 until it is kept.
         uses: how many units followed a plan of it, of other sizes, or not to the end, among them.
+        state_bytes: of a recording of an earlier run, the bytes of the optimizers' states then; None for one of this run.
     """
 
     funcs: list[tuple[int, Any]]
@@ -165,7 +169,7 @@ class RecordedUnit:
     front: Front
     left: RetainedBytes
     gradient_bytes: int
-    states: frozenset[int]
+    states: dict[int, int]
     calls: tuple[UnitSignature, ...]
     retains: tuple[bool, ...]
     leaving_bytes: int
@@ -179,6 +183,22 @@ class RecordedUnit:
     timings: Timings = field(default_factory=Timings)
     nth: int = 0
     uses: int = 0
+    state_bytes: int | None = None
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether it was recorded in an earlier run, and no unit of this run has borne it out yet."""
+        return self.state_bytes is not None and not self.followed
+
+    def grown_bytes(self, states: Mapping[int, int]) -> int:
+        """Bytes by which the optimizers' states have grown since the recording.
+
+        Args:
+            states: the states that there are, by address, with their bytes.
+        """
+        if self.state_bytes is not None:
+            return sum(states.values()) - self.state_bytes
+        return sum(size for state, size in states.items() if state not in self.states)
 
     @property
     def is_hasty(self) -> bool:
@@ -263,6 +283,10 @@ class RecordedUnit:
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
         low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
         return low + self.left_besides(unit)
+
+    def unfreed_bytes(self, unit: Unit) -> int:
+        """Upper bound on the bytes that the recorded unit freed of what it began with, and another has not to begin with."""
+        return self.shift(unit) - self.left_besides(unit) - (unit.base_bytes - self.trace.base_bytes)
 
     def lower_shifts(self, unit: Unit) -> tuple[int, int]:
         """Two lower estimates of how many bytes higher another unit lies.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -57,7 +58,7 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
     modules = modules_of(module)
-    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    parameters = _parameters_of(modules)
     own = parameters and isinstance(parameters[0], torch.nn.Parameter)
     who = id(parameters[0]) if own else (id(module), turn if parameters else 0)
     modes = hash(tuple(m.training for m in modules))
@@ -65,6 +66,16 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     device = parameters[0].device.type if parameters else "cpu"
     call = (type(module), who, modes, frozen, _autocast(device), tuple(shapes))
     return UnitSignature(call, any(grad_of(p) is not None for p in parameters), engaged, after)
+
+
+def is_of(kind: UnitSignature, module: torch.nn.Module) -> bool:
+    """Whether a unit of this kind begins with a call of the module, which has parameters of its own."""
+    what, who, *_ = kind.call
+    return type(module) is what and id(next(iter(_parameters_of(modules_of(module))), None)) == who
+
+
+def _parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return [p for m in modules for p in m._parameters.values() if p is not None]
 
 
 def _autocast(device: str) -> tuple[Any, ...]:
