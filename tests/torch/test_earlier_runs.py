@@ -6,6 +6,7 @@ budget is held, and no budget is refused for what the other script needed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from harness import Budgeted, Plain, above_of, budgeted, kept, plain, plain_of, 
 from lowtide.base.trace import Op
 from lowtide.planning.unit.solve import Front
 from lowtide.runtime.control.runtime import Runtime
+from lowtide.runtime.control.unit_review import UnitReview
 from lowtide.runtime.units import earlier_runs
 from lowtide.runtime.units.earlier_runs import EarlierRuns, cache_folder
+from lowtide.runtime.units.recorded_unit import RecordedUnit
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import Expectation
 from torch import nn
 from torch.nn import functional as F
 
@@ -165,6 +170,51 @@ def test_a_budget_that_cannot_be_held_is_refused_by_what_this_run_recorded(tmp_p
             under(blocks, folder, 0.02 * reference.above_bytes, without="move-gradients")
         told.append(refused.value.bound_bytes - refused.value.budget_bytes)
     assert told[0] == pytest.approx(told[1], abs=64 << 10)
+
+
+@pytest.mark.parametrize("wrong", ["divergence", "crossing"])
+def test_a_recording_that_leads_astray_is_given_up_at_once(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of this run's units: they are recorded and planned as in a first run."""
+    reference = plain_of(blocks, STEPS)
+    under(blocks, tmp_path, above_of(reference, 0.6))
+    if wrong == "divergence":
+        monkeypatch.setattr(RecordedUnit, "unfreed_bytes", lambda entry, _: -(1 << 40) if entry.is_untried else 0)
+    else:
+        verify = UnitReview._verify
+
+        def crossing(review: UnitReview, unit: Unit, expected: Expectation) -> None:
+            with pytest.MonkeyPatch.context() as high:
+                if expected.entry.is_untried:
+                    high.setattr(review._interception.meter, "op_peak", lambda: 1 << 40)
+                verify(review, unit, expected)
+
+        monkeypatch.setattr(UnitReview, "_verify", crossing)
+    run = under(blocks, tmp_path, above_of(reference, 0.6))
+    assert run.bits == reference.bits
+    assert not run.outcome.units_of_earlier_runs
+    assert policies(run)[-1] == "planned"
+    assert kept(run), run.over
+
+
+def test_new_sizes_in_every_step_are_not_described_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing the parameters of a large model takes milliseconds, and each size is a kind of its own."""
+    listed: list[nn.Module] = []
+    names = nn.Module.named_parameters
+
+    def counted(module: nn.Module, *args: Any, **how: Any) -> Any:
+        listed.extend([module] if sys._getframe(1).f_globals["__name__"] == earlier_runs.__name__ else [])
+        return names(module, *args, **how)
+
+    def make() -> zoo.Job:
+        return zoo.simple(Blocks(), lambda m, i: m(torch.randn(256 + 8 * i, WIDTH)).square().mean())
+
+    reference = plain_of(make, STEPS)
+    monkeypatch.setattr(nn.Module, "named_parameters", counted)
+    run = under(make, tmp_path, above_of(reference, 0.7))
+    assert run.bits == reference.bits
+    assert len(listed) == 1
 
 
 def test_an_optimizer_with_more_state_is_counted(tmp_path: Path) -> None:

@@ -242,8 +242,6 @@ class _Budget:
 
         runtime, options = self.runtime, self._options
         runtime.stop(over=True)
-        if self._earlier is not None:
-            self._earlier.keep(runtime.knowledge.recordings)
         outcome = replace(runtime.outcome(), neighbours=runtime.neighbours())
         written = Written()
         if options.json is not None:
@@ -253,6 +251,8 @@ class _Budget:
         if not options.quiet and not _rank_suffix():
             show_outcome(outcome)
         written.say()
+        if self._earlier is not None:
+            self._earlier.keep(runtime.knowledge.recordings)
         if error is None or out_of_memory(error) is None:
             return
         if not outcome.asked:

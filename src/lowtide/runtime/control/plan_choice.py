@@ -105,7 +105,8 @@ class PlanChoice:
             followed = self._follow_earlier(unit, entry)
             if followed is not None:
                 return followed
-            recordings.reject(unit.kind)
+            if recordings.has(unit.kind):  # otherwise it is a sibling's, whose own units it may suit
+                recordings.reject(entry)
             entry = recordings.nearest(unit.kind, unit.base_bytes, tried=True)
         if unit.number in AGREED_UNITS and plan_consensus.wanted():
             self._agree(entry, unit)

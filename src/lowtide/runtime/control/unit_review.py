@@ -97,6 +97,9 @@ class UnitReview:
         if unit.plan is not None and unit.plan.varies:
             self._knowledge.recordings.varied(unit.kind)
         diverged = isinstance(unit.mode, Diverged)
+        if entry.is_untried and (diverged or 0 < self._budget.bytes < measured):
+            self._knowledge.recordings.reject(entry)
+            return
         self.learn_crossing(unit.kind, max(measured, meter.span_peak()) if diverged else measured)
         if expected.resizing is not None:
             self._learn_sizes(unit, expected, expected.resizing, max(measured, meter.span_peak()))

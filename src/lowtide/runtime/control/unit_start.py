@@ -165,7 +165,9 @@ class UnitStart:
         self._audit.note_policy("online")
         assert isinstance(unit.mode, Following)
         plan, entry = unit.mode.plan, unit.mode.expected.entry
-        if not (plan.varies and (plan.is_longer or entry.meets_detours(plan.extra_bytes(), lacked=True))):
+        if entry.is_untried:  # recorded in an earlier run: this says nothing of this run's units
+            self._knowledge.recordings.reject(entry)
+        elif not (plan.varies and (plan.is_longer or entry.meets_detours(plan.extra_bytes(), lacked=True))):
             self._knowledge.recordings.surprised(unit.kind)
         unit.become(Diverged(unit.mode))
         return self._interception.take_over(plan, self._recorder(unit, notes=False))  # half a unit makes no trace

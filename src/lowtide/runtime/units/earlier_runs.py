@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, final
@@ -34,6 +35,8 @@ PLACE: Final = "LOWTIDE_CACHE"
 _OFF: Final = "off"
 _SCRIPTS: Final = 64
 """Scripts whose recordings are kept; those that ran longest ago are removed first."""
+_KINDS: Final = 1024
+"""Kinds of units for which a recording is looked for in one run: where sizes change, there is no end of them."""
 _EVENTS: Final = 50_000
 """A unit with more events is not kept: its file would have some ten megabytes."""
 
@@ -68,6 +71,7 @@ class EarlierRuns:
         """
         self._folder = folder
         self._names: dict[UnitSignature, str] = {}
+        self._modules: dict[Any, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._found: dict[UnitSignature, RecordedUnit] = {}
 
     @classmethod
@@ -88,9 +92,9 @@ class EarlierRuns:
 
     def find(self, kind: UnitSignature, knowledge: Knowledge) -> RecordedUnit | None:
         """The recording of a unit of this kind in an earlier run; None if there is none, or it was looked for before."""
-        if kind in self._names:
+        if kind in self._names or len(self._names) >= _KINDS:
             return None
-        name = self._names[kind] = _name(kind, knowledge)  # now: a script may drop its model before it ends
+        name = self._names[kind] = self._name(kind, knowledge)  # now: a script may drop its model before it ends
         if not name:
             return None
         try:
@@ -109,7 +113,7 @@ class EarlierRuns:
 
     def has(self, kind: UnitSignature, knowledge: Knowledge) -> bool:
         """Whether an earlier run recorded units of this kind."""
-        name = _name(kind, knowledge)
+        name = self._name(kind, knowledge)
         return bool(name) and (self._folder / name).is_file()
 
     def keep(self, recordings: PlanCache) -> None:
@@ -132,6 +136,34 @@ class EarlierRuns:
             os.utime(self._folder)
             _prune(self._folder.parent)
 
+    def _name(self, kind: UnitSignature, knowledge: Knowledge) -> str:
+        """A name for a kind of unit that is the same in every run; empty if there is none.
+
+        Within a run, modules and optimizers are told apart by identity. In the name, the names and shapes of their tensors
+        stand for them.
+        """
+        optimizer = next((o for o in knowledge.persistent.optimizers if id(o) == kind.after), None)
+        module = self._described(kind, knowledge) if kind.call else ""
+        if (kind.after and optimizer is None) or module is None:
+            return ""
+        about = [kind.accumulates, kind.engaged, kind.plain_checkpoints, module, kind.call[2:]]
+        if optimizer is not None:
+            about += [_class(optimizer), [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]]
+        return _digest(about)
+
+    def _described(self, kind: UnitSignature, knowledge: Knowledge) -> str | None:
+        """A digest of the module that begins units of a kind; None if it has no parameters of its own, or is gone."""
+        of = kind.call[:2]
+        known = self._modules.get(of)
+        if known is not None and known[0]() is not None:
+            return known[1]
+        module = next((m for m in knowledge.persistent.roots if is_of(kind, m)), None)
+        if module is None:
+            return None
+        text = _digest((_class(module), [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()]))
+        self._modules[of] = weakref.ref(module), text
+        return text
+
 
 def cache_folder() -> Path | None:
     """The folder for what later runs may use; None if the user wants nothing kept, or has no home."""
@@ -149,27 +181,6 @@ def cache_folder() -> Path | None:
 
 def _digest(about: object) -> str:
     return hashlib.sha256(repr(about).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-def _name(kind: UnitSignature, knowledge: Knowledge) -> str:
-    """A name for a kind of unit that is the same in every run; empty if there is none.
-
-    Within a run, modules and optimizers are told apart by identity. In the name, the names and shapes of their tensors stand
-    for them.
-    """
-    persistent = knowledge.persistent
-    optimizer = next((o for o in persistent.optimizers if id(o) == kind.after), None)
-    if kind.after and optimizer is None:
-        return ""
-    about: list[Any] = [kind.accumulates, kind.engaged, kind.plain_checkpoints]
-    if optimizer is not None:
-        about += [_class(optimizer), [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]]
-    if kind.call:
-        module = next((m for m in persistent.roots if is_of(kind, m)), None)
-        if module is None:
-            return ""
-        about += [_class(module), [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()], kind.call[2:]]
-    return _digest(about)
 
 
 def _class(item: object) -> str:

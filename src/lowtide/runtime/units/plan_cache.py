@@ -87,10 +87,11 @@ class PlanCache:
         self.keep(kind, entry)
         self._recorded[kind] = max(SEEN_TWICE, self._recorded[kind])
 
-    def reject(self, kind: UnitSignature) -> None:
-        """Discard the recordings of a kind that earlier runs made: units of this run are others, or no plan fits them."""
-        self.discard(kind)
-        self._recorded.pop(kind, None)
+    def reject(self, entry: RecordedUnit) -> None:
+        """Discard a recording of an earlier run: units of this run are others, or no plan of it fits."""
+        for kind in [kind for kind, entries in self._entries.items() if any(e is entry for e in entries)]:
+            self.discard(kind)
+            self._recorded.pop(kind, None)
 
     def latest(self) -> Iterator[tuple[UnitSignature, RecordedUnit]]:
         """Each kind with its latest recording."""
