@@ -15,7 +15,7 @@ import lowtide
 import pytest
 import torch
 import zoo
-from harness import Budgeted, Plain, above_of, budgeted, kept, plain, plain_of, remembering
+from harness import Budgeted, Plain, above_of, budgeted, kept, live_now, plain, plain_of, remembering
 from lowtide.base.trace import Op
 from lowtide.planning.unit.solve import Front
 from lowtide.runtime.control.runtime import Runtime
@@ -170,6 +170,48 @@ def test_a_budget_that_cannot_be_held_is_refused_by_what_this_run_recorded(tmp_p
             under(blocks, folder, 0.02 * reference.above_bytes, without="move-gradients")
         told.append(refused.value.bound_bytes - refused.value.budget_bytes)
     assert told[0] == pytest.approx(told[1], abs=64 << 10)
+
+
+@pytest.mark.parametrize("size", ["60%", "minimum"])
+def test_a_budget_that_follows_from_another_script_falls_to_what_this_one_needs(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier script kept three times as much; within two steps the budget is that of a first run."""
+    reference, budgets = plain_of(blocks, STEPS), []
+    with pytest.MonkeyPatch.context() as other:
+        heavy = exchanged(other, rounds=3)
+        for _ in range(2):
+            with remembering(tmp_path / "kept"), lowtide.budget(size):
+                assert zoo.run(blocks, STEPS) == heavy.bits
+    for folder in ("none", "kept"):
+        base = live_now()
+        with remembering(tmp_path / folder), lowtide.budget(size) as run:
+            assert zoo.run(blocks, STEPS) == reference.bits
+        budgets.append(run.outcome.budget_bytes - base)
+    assert budgets[1] == pytest.approx(budgets[0], rel=0.15)
+
+
+def test_parameters_that_a_first_call_makes_have_no_shape_yet(tmp_path: Path) -> None:
+    """A lazy layer's parameters have none before; asking for it ended the run."""
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(nn.LazyLinear(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LazyLinear(WIDTH))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(i: int) -> torch.Tensor:
+            loss = model(torch.randn(512, WIDTH)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [], [optimizer])
+
+    reference = plain(make, STEPS)
+    for _ in range(2):
+        run = under(make, tmp_path, above_of(reference, 0.8))
+        assert run.bits == reference.bits
+    assert policies(run)[-1] == "planned"
 
 
 @pytest.mark.parametrize("wrong", ["divergence", "crossing"])

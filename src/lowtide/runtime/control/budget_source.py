@@ -58,6 +58,7 @@ class BudgetSource:
         self._peak_bytes = self._available_bytes = self._crossed_bytes = 0
         self._planned: dict[RecordedUnit, _Planned] = {}
         self._raised_step = self._told_bytes = 0
+        self._guessed = False
         budget.is_sought = isinstance(asked, Minimum | Slowdown)
         self._returns = False
         self._room_bytes = 0
@@ -175,6 +176,7 @@ class BudgetSource:
             peak = max(self._planned_peak(entry, unit, len(steps)), self._crossing(steps))
         peak = max(peak, between_bytes)
         revised = isinstance(self._asked, Slowdown) or (isinstance(self._asked, Minimum) and unit.kind.plain_checkpoints)
+        revised, self._guessed = revised or self._guessed, entry.is_untried  # of an earlier run, perhaps of another script
         falls = revised and peak < self._peak_bytes * (1 - FALLS)  # operators were timed again, or other ones run
         if self._budget.bytes and peak <= self._peak_bytes and len(steps) != 1 and not falls:
             return

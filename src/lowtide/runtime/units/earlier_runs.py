@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import msgspec
+from torch.nn.parameter import is_lazy
 
 import torch
 from lowtide import __version__
@@ -148,7 +149,7 @@ class EarlierRuns:
             return ""
         about = [kind.accumulates, kind.engaged, kind.plain_checkpoints, module, kind.call[2:]]
         if optimizer is not None:
-            about += [_class(optimizer), [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]]
+            about += [_class(optimizer), [[_shape(p) for p in group["params"]] for group in optimizer.param_groups]]
         return _digest(about)
 
     def _described(self, kind: UnitSignature, knowledge: Knowledge) -> str | None:
@@ -160,7 +161,7 @@ class EarlierRuns:
         module = next((m for m in knowledge.persistent.roots if is_of(kind, m)), None)
         if module is None:
             return None
-        text = _digest((_class(module), [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()]))
+        text = _digest((_class(module), [(name, _shape(p), p.dtype) for name, p in module.named_parameters()]))
         self._modules[of] = weakref.ref(module), text
         return text
 
@@ -181,6 +182,11 @@ def cache_folder() -> Path | None:
 
 def _digest(about: object) -> str:
     return hashlib.sha256(repr(about).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape of a parameter; None for one of a lazy module before its first call."""
+    return None if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _class(item: object) -> str:
