@@ -252,7 +252,8 @@ class _Budget:
             show_outcome(outcome)
         written.say()
         if self._earlier is not None:
-            self._earlier.keep(runtime.knowledge.recordings)
+            with contextlib.suppress(Exception):  # it only saves later runs time: the script's end must not depend on it
+                self._earlier.keep(runtime.knowledge.recordings)
         if error is None or out_of_memory(error) is None:
             return
         if not outcome.asked:
@@ -334,12 +335,11 @@ def _earlier_runs(task: Task, options: RunOptions) -> EarlierRuns | None:
     """What earlier runs of the task's script recorded with the same options; None if it is not to be used."""
     from lowtide.runtime.units.earlier_runs import EarlierRuns
 
-    if not options.cache or options.plan is not None or _rank_suffix():
+    if not options.cache or options.plan is not None or options.keep or _rank_suffix():
         return None
-    path = Path(task.target)
+    path = Path(task.target).resolve()  # of a module, where it would be if it were in this folder
     text = b"" if task.module else path.read_bytes()
-    chosen = (options.keep, options.offload, options.allow, options.without)
-    return EarlierRuns.of((task.target if task.module else str(path.resolve()), text, *chosen))
+    return EarlierRuns.of((str(path), text, options.offload, options.allow, options.without))
 
 
 def _rank_suffix() -> str:

@@ -105,8 +105,7 @@ class PlanChoice:
             followed = self._follow_earlier(unit, entry)
             if followed is not None:
                 return followed
-            if recordings.has(unit.kind):  # otherwise it is a sibling's, whose own units it may suit
-                recordings.reject(entry)
+            self._leave_earlier(unit, entry)
             entry = recordings.nearest(unit.kind, unit.base_bytes, tried=True)
         if unit.number in AGREED_UNITS and plan_consensus.wanted():
             self._agree(entry, unit)
@@ -187,20 +186,31 @@ class PlanChoice:
             return None
         shift = entry.shift(unit)
         most = self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1
-        spare = SLACK_BYTES + entry.detour_bytes + (LIBRARY_BYTES if unit.number == 1 else 0)
-        solution = entry.front.at(most - shift - spare, search=False)
+        room = most - shift - SLACK_BYTES - entry.detour_bytes - (LIBRARY_BYTES if unit.number == 1 else 0)
+        solution = entry.front.at(room, search=False)
         if solution.state is None:
-            solution = self._solve(entry, shift)
+            solution = entry.front.at_start(room, hasty=entry.is_hasty)
         if unit.kind.plain_checkpoints and not self._is_better_than_written(unit, entry, solution):
             return AsWritten()
         if solution.state is None:
-            engaged = replace(unit.kind, engaged=True)
-            figures = self._tell(unit, entry, solution, shift)
+            engaged, before = replace(unit.kind, engaged=True), self.figures
+            figures, self.figures = self._tell(unit, entry, solution, shift), before
             would_do = earlier.has(engaged, self._knowledge) and self._gradients_would_do(figures, unit, entry)
             return MoveGradients() if would_do else None
         self._tell(unit, entry, solution, shift)
         self._solved, self._solved_for = (entry.problem, solution), (entry, shift)
         return Follow(entry, solution)
+
+    def _leave_earlier(self, unit: Unit, entry: RecordedUnit) -> None:
+        """Give up a recording of an earlier run, unless it may still suit later units.
+
+        That is, if the unit is only a sibling of those that it was made of, or the run's first, for which more room is left.
+        """
+        if not self._knowledge.recordings.has(unit.kind) or unit.number == 1:
+            return
+        self._knowledge.recordings.reject(entry)
+        if not entry.uses and self._settings.earlier is not None:
+            self._settings.earlier.leave(entry)
 
     def _is_better_than_written(self, unit: Unit, entry: RecordedUnit, solution: Solution) -> bool:
         """Whether a unit whose checkpoints are plain holds the budget, and as fast as it does as the script is written."""

@@ -1,7 +1,7 @@
 """What earlier runs of the same script recorded and planned: units of this run can follow those plans from their first on.
 
 A recording is looked up by what decides which operators a unit runs: the script's text, the versions of torch and Lowtide, the
-options, and the unit's signature with the names and shapes of the module's parameters. That is no proof (a library may have
+options, and the unit's signature with the shapes of the module's parameters. That is no proof (a library may have
 changed), and need not be: a plan is followed by operator, and a unit that runs others leaves it, as within one run.
 """
 
@@ -24,10 +24,11 @@ import torch
 from lowtide import __version__
 from lowtide.base.errors import StructureError
 from lowtide.planning.unit.unit_file import SolvedUnit, front_of, sealed, solved_unit, unsealed
+from lowtide.runtime.tensors import modules_of
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.plan_cache import PlanCache
 from lowtide.runtime.units.recorded_unit import Baseline, RecordedUnit, RetainedBytes
-from lowtide.runtime.units.unit_signature import UnitSignature, is_of
+from lowtide.runtime.units.unit_signature import UnitSignature, is_of, parameters_of
 
 FORMAT: Final = 1
 """Version of the files."""
@@ -36,6 +37,8 @@ PLACE: Final = "LOWTIDE_CACHE"
 _OFF: Final = "off"
 _SCRIPTS: Final = 64
 """Scripts whose recordings are kept; those that ran longest ago are removed first."""
+_FILES: Final = 64
+"""Recordings of one script that are kept."""
 _KINDS: Final = 1024
 """Kinds of units for which a recording is looked for in one run: where sizes change, there is no end of them."""
 _EVENTS: Final = 50_000
@@ -107,6 +110,10 @@ class EarlierRuns:
             self._found[kind] = entry
         return entry
 
+    def leave(self, entry: RecordedUnit) -> None:
+        """Leave the file of a recording as it is: no unit of this run could follow it, because no plan fits this budget."""
+        self._found = {kind: found for kind, found in self._found.items() if found is not entry}
+
     @property
     def followed(self) -> int:
         """How many units have followed plans of earlier runs' recordings, as predicted."""
@@ -135,13 +142,14 @@ class EarlierRuns:
             for name, file in files.items():
                 _replace(self._folder / name, sealed(file))
             os.utime(self._folder)
-            _prune(self._folder.parent)
+            _prune(self._folder, _FILES)
+            _prune(self._folder.parent, _SCRIPTS)
 
     def _name(self, kind: UnitSignature, knowledge: Knowledge) -> str:
         """A name for a kind of unit that is the same in every run; empty if there is none.
 
-        Within a run, modules and optimizers are told apart by identity. In the name, the names and shapes of their tensors
-        stand for them.
+        Within a run, modules and optimizers are told apart by identity. In the name, the shapes of their tensors stand for
+        them.
         """
         optimizer = next((o for o in knowledge.persistent.optimizers if id(o) == kind.after), None)
         module = self._described(kind, knowledge) if kind.call else ""
@@ -154,14 +162,14 @@ class EarlierRuns:
 
     def _described(self, kind: UnitSignature, knowledge: Knowledge) -> str | None:
         """A digest of the module that begins units of a kind; None if it has no parameters of its own, or is gone."""
-        of = kind.call[:2]
+        of = kind.call[:4]
         known = self._modules.get(of)
         if known is not None and known[0]() is not None:
             return known[1]
         module = next((m for m in knowledge.persistent.roots if is_of(kind, m)), None)
         if module is None:
             return None
-        text = _digest((_class(module), [(name, _shape(p), p.dtype) for name, p in module.named_parameters()]))
+        text = _digest((_class(module), [(_shape(p), p.dtype) for p in parameters_of(modules_of(module))]))
         self._modules[of] = weakref.ref(module), text
         return text
 
@@ -172,7 +180,7 @@ def cache_folder() -> Path | None:
     if asked == _OFF:
         return None
     if asked:
-        return Path(asked)
+        return Path(asked).absolute()  # the script may change to another folder
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "lowtide"
@@ -254,8 +262,8 @@ def _replace(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _prune(place: Path) -> None:
-    """Remove the recordings of scripts that ran longest ago."""
-    folders = sorted(place.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
-    for folder in folders[_SCRIPTS:]:
-        shutil.rmtree(folder, ignore_errors=True)
+def _prune(folder: Path, most: int) -> None:
+    """Remove what was written longest ago of a folder's entries, if there are more than ``most``."""
+    entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+    for entry in entries[most:]:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

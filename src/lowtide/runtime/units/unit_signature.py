@@ -58,24 +58,29 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
     modules = modules_of(module)
-    parameters = _parameters_of(modules)
+    parameters = parameters_of(modules)
     own = parameters and isinstance(parameters[0], torch.nn.Parameter)
     who = id(parameters[0]) if own else (id(module), turn if parameters else 0)
-    modes = hash(tuple(m.training for m in modules))
-    frozen = hash(tuple(p.requires_grad for p in parameters))
     device = parameters[0].device.type if parameters else "cpu"
-    call = (type(module), who, modes, frozen, _autocast(device), tuple(shapes))
+    call = (type(module), who, *_flags(modules, parameters), _autocast(device), tuple(shapes))
     return UnitSignature(call, any(grad_of(p) is not None for p in parameters), engaged, after)
 
 
 def is_of(kind: UnitSignature, module: torch.nn.Module) -> bool:
-    """Whether a unit of this kind begins with a call of the module, which has parameters of its own."""
-    what, who, *_ = kind.call
-    return type(module) is what and id(next(iter(_parameters_of(modules_of(module))), None)) == who
+    """Whether a unit of this kind would begin with a call of the module, which has parameters of its own."""
+    modules = modules_of(module)
+    parameters = parameters_of(modules)
+    return bool(parameters) and kind.call[:4] == (type(module), id(parameters[0]), *_flags(modules, parameters))
 
 
-def _parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The modules' own parameters, in order; shared ones several times."""
     return [p for m in modules for p in m._parameters.values() if p is not None]
+
+
+def _flags(modules: Iterable[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
+    """Digests of the modules' modes, and of which parameters are trained."""
+    return hash(tuple(m.training for m in modules)), hash(tuple(p.requires_grad for p in parameters))
 
 
 def _autocast(device: str) -> tuple[Any, ...]:
