@@ -11,6 +11,7 @@ import zoo
 from harness import Budgeted, above_of, budgeted, kept, plain_of
 from lowtide.runtime import gate
 from lowtide.runtime.planned.mode import PlannedMode
+from lowtide.runtime.units.recorded_unit import Timings
 from torch import nn
 from torch._higher_order_ops.out_dtype import out_dtype
 from torch.nn import functional as F
@@ -45,7 +46,8 @@ def layers(between: Callable[[torch.Tensor], None] = lambda _: None) -> zoo.Job:
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[PlannedMode]:
-    """The planned modes of a test, in order."""
+    """The planned modes of a test, in order. No unit is timed: timed ones have no gate, and how many are depends on the clock."""
+    monkeypatch.setattr(Timings, "are_due", lambda *_: False)
     found: list[PlannedMode] = []
     make = PlannedMode.__init__
 
