@@ -27,7 +27,7 @@ from lowtide.planning.unit.unit_file import SolvedUnit, front_of, sealed, solved
 from lowtide.runtime.tensors import modules_of
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.plan_cache import PlanCache
-from lowtide.runtime.units.recorded_unit import Baseline, RecordedUnit, RetainedBytes
+from lowtide.runtime.units.recorded_unit import RecordedUnit, RetainedBytes
 from lowtide.runtime.units.unit_signature import UnitSignature, is_of, parameters_of
 
 FORMAT: Final = 1
@@ -238,7 +238,7 @@ def _recorded(file: _File, kind: UnitSignature) -> RecordedUnit | None:
     entry = RecordedUnit(
         funcs, list(file.packs), list(file.backward_starts), front, RetainedBytes(there, away, dropped), file.gradient_bytes,
         {}, (kind,) if file.calls == 1 else (), file.retains, file.leaving_bytes, file.collective,
-        detour_bytes=file.detour_bytes, state_bytes=file.state_bytes, baseline=Baseline(),
+        detour_bytes=file.detour_bytes, state_bytes=file.state_bytes,
     )  # fmt: skip
     entry.timings.begun = entry.timings.ended = file.timed
     return entry
