@@ -219,6 +219,27 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, harm):
             store.load(store.saved()[-1])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_manifest_that_cannot_be_read_twice_ends_no_run(tmp_path, monkeypatch, first):
+    """Another process may remove a checkpoint, or the system refuse a file, at any moment of loading: found by faults."""
+    store = Store(tmp_path)
+    for i in range(2):
+        store.save({"x": i})
+    calls = []
+
+    def read_once(file):
+        calls.append(file)
+        return None if (len(calls) == 1) is first else read_manifest(file)
+
+    read_manifest = store_module.read_manifest
+    monkeypatch.setattr(store_module, "read_manifest", read_once)
+    if first:
+        with pytest.warns(UserWarning, match="manifest"):
+            assert store.load()["x"] == 0
+    else:
+        assert store.load()["x"] == 1
+
+
 SAVING = """
     import sys, itertools
     import numpy as np

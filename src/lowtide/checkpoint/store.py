@@ -290,7 +290,7 @@ class Store:
         for path in self._folders():
             body = read_manifest(path / MANIFEST)
             if body is not None:
-                found.append(Saved(int(path.name), path, body["metric"], body["seconds"], body["bytes"], len(body["parts"])))
+                found.append(_described(path, body))
         return found
 
     def newest(self) -> Saved | None:
@@ -301,22 +301,28 @@ class Store:
         self.wait()
         for path in ranks.first([str(path) for path in reversed(self._folders())]):
             folder = Path(path)
-            trouble = self._trouble(folder)
+            found, trouble = self._examine(folder)
             if not any(ranks.gather(trouble)):
-                return next(s for s in self.saved() if s.path.name == folder.name)
+                return found
             if trouble:
                 warnings.warn(f"checkpoint {folder} is damaged ({trouble}); using an older one", stacklevel=2)
         return None
 
-    def _trouble(self, folder: Path) -> str:
-        """Describe the damage to this rank's part of a checkpoint; empty if it is intact.
+    def _examine(self, folder: Path) -> tuple[Saved | None, str]:
+        """A checkpoint as its manifest describes it, and the damage to this rank's part of it; empty if it is intact.
+
+        The manifest is read once: another process may remove the checkpoint meanwhile, or a second reading fail.
 
         Raises:
             CheckpointError: if another version of Lowtide or another number of ranks wrote it.
         """
         body = read_manifest(folder / MANIFEST)
         if body is None:
-            return "its manifest is missing or invalid"
+            return None, "its manifest is missing or invalid"
+        return _described(folder, body), self._damage(folder, body)
+
+    @staticmethod
+    def _damage(folder: Path, body: dict[str, Any]) -> str:
         if body["format"] != FORMAT:
             raise CheckpointError(
                 f"{folder} was written by another version of Lowtide (format {body['format']}): load it with that version"
@@ -350,7 +356,7 @@ class Store:
         if chosen is None:
             return None
         if saved is not None:
-            trouble = [t for t in ranks.gather(self._trouble(saved.path)) if t]
+            trouble = [t for t in ranks.gather(self._examine(saved.path)[1]) if t]
             if trouble:
                 raise CheckpointError(f"checkpoint {saved.path} is damaged: {trouble[0]}")
         found, problem = None, None
@@ -364,6 +370,11 @@ class Store:
         if troubles:
             raise CheckpointError(troubles[0])
         return found
+
+
+def _described(path: Path, body: dict[str, Any]) -> Saved:
+    """The checkpoint in a folder, from its manifest."""
+    return Saved(int(path.name), path, body["metric"], body["seconds"], body["bytes"], len(body["parts"]))
 
 
 @contextlib.contextmanager
