@@ -113,7 +113,9 @@ class Runtime:
         interception.evictor.last_resort = self._offload_gradients_within
         interception.saver.on_first = self._functional_begins
         self.patches = PointerEscapes(self)
-        self.asides = Bypass(interception.stack, self.clock, self._run_region)
+        self.asides = Bypass(
+            interception.stack, self.clock, self._run_region, before_tracing=self._before_tracing
+        )
         self.unreached = Coverage(interception.stack)
         self.levers = LeverSet(settings, budget, interception, lambda: self.clock.phase, self._before_update)
         self.clock.on_optimizer = self._optimizer_made
@@ -318,9 +320,15 @@ class Runtime:
         """Whether the running code is in no module call and in no phase of a step."""
         return not self.clock.depth and self.clock.phase is Phase.DATA
 
+    def _before_tracing(self) -> None:
+        """A compiler is about to trace the script past Lowtide's wrappers."""
+        self.levers.gradients.bring_back_all()
+
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a compiled region, whose operators are not seen; while the budget is held online, make room for it first."""
         self.unreached.note(COMPILED)
+        if not isinstance(region, torch.nn.Module):  # it may read gradients past the property in their place
+            self.levers.gradients.bring_back_all()
         step = self.audit.running
         begins = step.done or not step.trains  # otherwise it is a later part of the step, perhaps its update
         if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():

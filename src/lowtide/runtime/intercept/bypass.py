@@ -23,6 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch
+from lowtide.base.package import PACKAGE
 from lowtide.probe.marks import WhenImported
 from lowtide.runtime.intercept.data_swaps import watch_exchanges
 from lowtide.runtime.intercept.mode_stack import ModeStack
@@ -43,17 +44,20 @@ class Bypass:
 
     Attributes:
         around: runs a compiled region.
+        before_tracing: called before a compiler traces the script past Lowtide's wrappers.
         only_hooks: whether the mode stays on where torch refuses only the hooks; for a mode that changes nothing there (a
             recording's).
     """
 
     def __init__(
-        self, stack: ModeStack, clock: PhaseTracker, around: Around = _nothing_around, *, only_hooks: bool = False
+        self, stack: ModeStack, clock: PhaseTracker, around: Around = _nothing_around, *,
+        before_tracing: Callable[[], object] = lambda: None, only_hooks: bool = False,
     ) -> None:
         """Prepare the wrappers; nothing is patched yet."""
         self.stack = stack
         self.clock = clock
         self.around = around
+        self.before_tracing = before_tracing
         self.only_hooks = only_hooks
         self._wraps = Wraps()
         self._depth = 0
@@ -105,8 +109,37 @@ class Bypass:
             return
         for owner, name in ((frames, "_compile"), (modules.OptimizedModule, "_initialize")):
             if hasattr(owner, name):
-                self._wraps.put(owner, name, _without_ours)
+                self._wraps.put(owner, name, self._without_ours)
         self._wraps.put(modules.OptimizedModule, "__call__", self._outside_compiled)  # the class of all compiled modules
+        self._leave_own_frames_alone()
+
+    def _leave_own_frames_alone(self) -> None:
+        """Have Dynamo compile no function of Lowtide's: hooks run within a compiled region, too."""
+        rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+        if not all(hasattr(rules, name) for name in ("add", "SKIP_DIRS", "_recompile_re")):
+            return
+        before = list(rules.SKIP_DIRS)
+        rules.add(PACKAGE.name)
+
+        def undo() -> None:
+            rules.SKIP_DIRS[:] = [folder for folder in rules.SKIP_DIRS if folder in before or folder not in added]
+            rules._recompile_re()
+
+        added = [folder for folder in rules.SKIP_DIRS if folder not in before]
+        self._wraps.also(undo)
+
+    def _without_ours(self, original: Any) -> Any:
+        known = weakref.ref(self)
+
+        @functools.wraps(original)
+        def compiling(*args: Any, **kwargs: Any) -> Any:
+            asides = known()
+            if asides is not None:
+                asides.before_tracing()
+            with lifted():
+                return original(*args, **kwargs)
+
+        return compiling
 
     def _wrap_compiled(self, compiled: Any) -> Any:
         return compiled if isinstance(compiled, torch.nn.Module) else self._outside_compiled(compiled)
@@ -218,12 +251,3 @@ class Bypass:
                 yield
 
         return disabled
-
-
-def _without_ours(original: Any) -> Any:
-    @functools.wraps(original)
-    def compiling(*args: Any, **kwargs: Any) -> Any:
-        with lifted():
-            return original(*args, **kwargs)
-
-    return compiling

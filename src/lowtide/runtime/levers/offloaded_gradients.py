@@ -159,6 +159,14 @@ class OffloadedGradients:
                 if not self._is_away(parameter):  # it is held, or its address is known
                     self._fetched[address] = ref
 
+    def bring_back_all(self) -> None:
+        """Fetch all gradients; they are offloaded again when the next unit begins."""
+        with self._lock:
+            for moved in list(self._away.values()):
+                if (parameter := moved.parameter()) is not None:
+                    grad = self._come_back(parameter)
+                    self._fetched[grad.untyped_storage()._cdata] = weakref.ref(parameter)
+
     def _forget_dead(self) -> None:
         """Drop what belongs to parameters that are gone."""
         dead = [key for key, moved in self._away.items() if moved.parameter() is None]
