@@ -15,7 +15,7 @@ import torch
 import zoo
 from torch import nn
 
-LEVERS = ("move-gradients",)
+LEVERS = ("move-gradients", "move-states")
 STEPS = 5
 Loss = Callable[[], torch.Tensor]
 
@@ -102,7 +102,8 @@ def test_a_compiled_step_reads_what_is_offloaded(form: Callable[..., Callable[[]
     plain = _train(form)
     with lowtide.budget(None, allow=lever) as run:
         ours = _train(form)
-        assert [x.name for x in run.outcome.levers if x.used] == ([] if form is with_the_backward else [lever])
+        moved = {x.name for x in run.outcome.levers if x.used}
+    assert ("move-gradients" in moved) is (form is not with_the_backward)
     assert ours == plain
 
 

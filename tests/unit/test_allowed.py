@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LEVERS, LOSS, SPLIT_OPS, SLICES, UPDATE, check_levers, parse_levers
+from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LEVERS, LOSS, SPLIT_OPS, SLICES, STATES, UPDATE, check_levers, parse_levers
 from lowtide.base.errors import UsageError
 
 
@@ -16,7 +16,7 @@ def test_names_may_be_given_as_one_text_or_several(texts):
 
 def test_exact_and_all_name_groups_of_levers():
     """"exact" and "all" stand for groups of levers; no name is no lever."""
-    assert parse_levers("exact") == {GRADIENTS, UPDATE, SLICES, CHECKPOINTS}
+    assert parse_levers("exact") == {GRADIENTS, STATES, UPDATE, SLICES, CHECKPOINTS}
     assert parse_levers("all") == set(LEVERS)
     assert parse_levers(()) == set()
 

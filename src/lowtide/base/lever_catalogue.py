@@ -9,6 +9,7 @@ from typing import Final
 from lowtide.base.errors import UsageError
 
 GRADIENTS: Final = "move-gradients"
+STATES: Final = "move-states"
 UPDATE: Final = "update-in-backward"
 SLICES: Final = "sliced-update"
 LOSS: Final = "chunked-loss"
@@ -70,6 +71,12 @@ LEVERS: Final[dict[str, Lever]] = {
             exact=True,
             automatic=True,
             text="offloads each gradient as soon as it is complete, and fetches it for its parameter's update",
+            bits="the same",
+        ),
+        Lever(
+            name=STATES,
+            exact=True,
+            text="offloads gradients, and optimizer states between updates; fetches each for its own parameter's update",
             bits="the same",
         ),
         Lever(

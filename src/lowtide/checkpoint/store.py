@@ -3,6 +3,8 @@
 A checkpoint is a folder named by its number. It is written under a temporary name, all its files and the folder itself are
 flushed to the disk, and only then is it renamed. A manifest lists each file with its size and SHA-256, and contains a SHA-256
 of itself. Tensors and arrays are stored in safetensors files, everything else as JSON beside them.
+
+One module: saving, removing and loading rest on the same names of folders and on one lock.
 """
 
 from __future__ import annotations

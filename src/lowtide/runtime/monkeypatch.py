@@ -45,9 +45,9 @@ class Wraps:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by ``wrapper(owner.name)``."""
+        """Replace ``owner.name`` by ``wrapper(owner.name)``; an attribute that is not there yet is None."""
         former = vars(owner).get(name)
-        setattr(owner, name, wrapper(getattr(owner, name)))
+        setattr(owner, name, wrapper(getattr(owner, name, None)))
         patch = _Patch(owner, name, former, vars(owner).get(name))
         _ON.append(patch)
 

@@ -78,6 +78,15 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
+def states_of(optimizer: Any) -> dict[Any, Any]:
+    """An optimizer's states by parameter, as they are, past any property in place of ``Optimizer.state``.
+
+    Empty if the optimizer has no such attribute of its own.
+    """
+    found = vars(optimizer).get("state")
+    return found if isinstance(found, dict) else {}
+
+
 def node_of(tensor: torch.Tensor) -> Any:
     """The autograd node that made a tensor, or None; read by torch's own getter, past a wrapper of ``Tensor.grad_fn``."""
     return _GRAD_FN.__get__(tensor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
+from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LOSS, SLICES, SPLIT_OPS, STATES, UPDATE
 from lowtide.base.trace import Phase
 from lowtide.base.units import Rescue
 from lowtide.runtime.budget import SLACK_BYTES, Budget
@@ -18,14 +18,16 @@ from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.levers.offloaded_states import OffloadedStates
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
 from lowtide.runtime.levers.single_update import parameters_of, scales, unfit
 from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.levers.stand_in import StandIns
+from lowtide.runtime.levers.stepwise_update import StepwiseUpdate
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.tensors import grad_of
+from lowtide.runtime.tensors import grad_of, states_of
 
 
 @final
@@ -34,7 +36,9 @@ class LeverSet:
 
     Attributes:
         in_backward: updates each parameter as soon as its gradient is complete.
+        states: offloads optimizer states between updates.
         gradients: offloads gradients as soon as they are complete.
+        updates: updates parameters one by one where gradients or states are offloaded.
         slices: runs a foreach optimizer's update slice by slice.
         logits: computes the loss of a wide linear layer piece by piece.
         layers: splits large operators.
@@ -58,7 +62,9 @@ class LeverSet:
         self._settings, self._budget, self._interception = settings, budget, interception
         self.in_backward = OptimizerInBackward(phase, before_update)
         self._stand_ins = StandIns()
-        self.gradients = OffloadedGradients(self._put_gradient, interception.evictor.room_for, self._stand_ins)
+        self.states = OffloadedStates(self._put, interception.evictor.room_for)
+        self.gradients = OffloadedGradients(self._put, interception.evictor.room_for)
+        self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins)
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
@@ -74,8 +80,10 @@ class LeverSet:
         self.optimizers.update(optimizers)
         if self._is_allowed(UPDATE):
             self.in_backward.install(optimizers)
-        elif self._is_allowed(GRADIENTS):
+        elif self._is_allowed(GRADIENTS) or self._is_allowed(STATES):
             self.gradients.engage(optimizers)
+            if self._is_allowed(STATES):
+                self.states.engage(optimizers)
         limited = not (settings.budget is None or isinstance(settings.budget, Rescue))
         if SLICES not in settings.without and (limited or SLICES in settings.allow):
             self.slices.install()
@@ -90,6 +98,7 @@ class LeverSet:
         """Remove all levers; ``over``: whether the script has ended, too."""
         self.in_backward.remove()
         self.gradients.remove(over=over)
+        self.states.remove(over=over)
         self.slices.remove()
         self.layers.remove()
         self.checkpoints.remove()
@@ -100,6 +109,34 @@ class LeverSet:
     def takes_gradients(self) -> bool:
         """Whether a lever takes gradients away within the backward, which makes another kind of unit."""
         return self.gradients.engaged or self.in_backward.engaged
+
+    def unit_begins(self) -> None:
+        """A unit begins: offload what the script has read since it was offloaded last."""
+        self.gradients.unit_begins()
+        self.states.unit_begins()
+
+    def optimizer_begins(self, optimizer: Any, *, closure: bool) -> None:
+        """An optimizer's step begins, with a closure or without."""
+        self.updates.begins(optimizer, closure=closure)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step returned."""
+        self.updates.ends(optimizer)
+
+    def bring_back_all(self) -> None:
+        """Fetch everything that is offloaded: code is about to run that may read it past the properties in its place."""
+        self.gradients.bring_back_all()
+        self.states.bring_back_all()
+
+    def exposed(self, storage: torch.UntypedStorage) -> None:
+        """The script has a storage's address: its bytes stay there."""
+        self.gradients.exposed(storage)
+        self.states.exposed(storage)
+
+    def forked(self) -> None:
+        """This process is a forked child: it offloads nothing."""
+        self.gradients.forked()
+        self.states.forked()
 
     def is_ours(self, hook: Any) -> bool:
         """Whether a hook of a parameter is a lever's."""
@@ -134,7 +171,9 @@ class LeverSet:
         That is of an update that allocates states, usually the first one.
         """
         room = self._room()
-        if room is None or not self.may_move_gradients() or len(optimizer.state) >= sum(1 for _ in parameters_of(optimizer)):
+        if room is None or not self.may_move_gradients():
+            return False
+        if len(states_of(optimizer)) >= sum(1 for _ in parameters_of(optimizer)):
             return False
         if not self.gradients.can_engage([optimizer]) or scales(optimizer):
             return False
@@ -151,6 +190,7 @@ class LeverSet:
         allow = self._settings.allow
         return (
             *self.gradients.figures(),
+            *self.states.figures(),
             *self.in_backward.figures(),
             *self.slices.figures(),
             *(self.logits.figures() if LOSS in allow else ()),
@@ -158,8 +198,8 @@ class LeverSet:
             *self.checkpoints.figures(),
         )
 
-    def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:
-        """Offload a gradient; None if it stays on the device."""
+    def _put(self, storage: torch.UntypedStorage) -> Ticket | None:
+        """Offload a gradient or an optimizer state; None if it stays on the device."""
         evictor = self._interception.evictor
         if not (evictor.moves and self._interception.meter.counts(storage)):
             return None

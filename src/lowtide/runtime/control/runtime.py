@@ -234,7 +234,7 @@ class Runtime:
         if self._active:
             self._active = False
             self.interception.silence()
-            self.levers.gradients.forked()
+            self.levers.forked()
 
     # --- events that the clock reports -------------------------------------------------------------------------------
 
@@ -322,13 +322,13 @@ class Runtime:
 
     def _before_tracing(self) -> None:
         """A compiler is about to trace the script past Lowtide's wrappers."""
-        self.levers.gradients.bring_back_all()
+        self.levers.bring_back_all()
 
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a compiled region, whose operators are not seen; while the budget is held online, make room for it first."""
         self.unreached.note(COMPILED)
-        if not isinstance(region, torch.nn.Module):  # it may read gradients past the property in their place
-            self.levers.gradients.bring_back_all()
+        if not isinstance(region, torch.nn.Module):  # it may read gradients and states past the properties in their place
+            self.levers.bring_back_all()
         step = self.audit.running
         begins = step.done or not step.trains  # otherwise it is a later part of the step, perhaps its update
         if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():
@@ -444,7 +444,7 @@ class Runtime:
                     interception.evictor.exposed(value)
                 value.tainted = True
                 recorder.taint(value)
-        self.levers.gradients.exposed(tensor.untyped_storage())
+        self.levers.exposed(tensor.untyped_storage())
         if shows and self._active:
             self._show(tensor)
 
@@ -519,7 +519,7 @@ class Runtime:
             self.interception.writes_unseen()
         if not closure and self.clock.phase is not Phase.BACKWARD and self.levers.update_overruns(optimizer):
             self._move_gradients()
-        self.levers.gradients.optimizer_begins(optimizer, closure=closure)
+        self.levers.optimizer_begins(optimizer, closure=closure)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward, or in a compiled region)."""
@@ -528,7 +528,7 @@ class Runtime:
         self.knowledge.persistent.optimizers.add(optimizer)
         self.audit.running.done |= self._rounds.stepped(optimizer) > 0
         self.levers.in_backward.optimizer_ends(optimizer)
-        self.levers.gradients.optimizer_ends(optimizer)
+        self.levers.optimizer_ends(optimizer)
         if self.clock.phase is Phase.BACKWARD:
             return
         interception, unit = self.interception, self.unit
@@ -575,7 +575,7 @@ class Runtime:
         interception.meter.reset_op_peak()
         gradients = self.knowledge.persistent.gradient_bytes()
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
-        self.levers.gradients.unit_begins()
+        self.levers.unit_begins()
         chosen = self.choice.choose(unit)
         proven = isinstance(chosen, Refuse) and chosen.proven  # then the script's own checkpoints need no less
         if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)) and not proven:

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from lowtide.runtime.levers.gradient_access import put_gradient
 from lowtide.runtime.levers.single_update import bare, in_order
+from lowtide.runtime.tensors import states_of
 
 
 @final
@@ -29,7 +30,7 @@ class EarlyUpdate:
 
     def begins(self, optimizer: Any) -> None:
         """An optimizer's step is about to run in this thread."""
-        self._states, self._thread = list(optimizer.state), threading.get_ident()
+        self._states, self._thread = list(states_of(optimizer)), threading.get_ident()
         self._code = bare(type(optimizer).step).__code__
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -48,6 +49,10 @@ class EarlyUpdate:
             self.is_over()
             return False
         return True
+
+    def resident(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A hidden gradient that is resident, for another thread, which is to see it; None if there is none."""
+        return next((grad for kept, grad in self._resident if kept is parameter), None)
 
     def is_here(self) -> bool:
         """Whether the step runs in this thread."""

@@ -3,8 +3,7 @@
 This memory optimization is engaged automatically if no plan holds the budget without it. When autograd has accumulated a
 parameter's gradient, its bytes are offloaded and ``parameter.grad`` is left empty. Reading ``parameter.grad`` fetches the
 gradient, bit for bit, so no script can break because of it. The bytes matter in the optimizer's step: it runs one parameter at
-a time (:mod:`lowtide.runtime.levers.single_update`), and each gradient is resident only for its own update. Where that is not
-possible (an unknown optimizer, a closure, step hooks), the step reads all gradients as usual.
+a time (:mod:`lowtide.runtime.levers.stepwise_update`), and each gradient is resident only for its own update.
 
 A property in place of ``Parameter.grad`` catches readers in Python. In C++ only autograd's ``AccumulateGrad`` reads it
 (``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient to be added to an offloaded one is added here.
@@ -16,7 +15,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
 
 from torch.optim import optimizer as optim
@@ -33,8 +32,7 @@ from lowtide.runtime.levers.gradient_access import (
     references,
     references_of_unheld,
 )
-from lowtide.runtime.levers.single_update import overlap, parameters_of, scales, unfit, update_one
-from lowtide.runtime.levers.stand_in import StandIns
+from lowtide.runtime.levers.single_update import parameters_of, unfit
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
@@ -68,32 +66,32 @@ class _Moved:
 class OffloadedGradients:
     """The memory optimization, for all parameters of a process.
 
+    Its many methods are the ways in which gradients leave, come back, are read, replaced and dropped.
+
     Attributes:
         engaged: whether gradients are offloaded.
         moved: number of gradients offloaded so far.
-        updating: whether the optimizer's update of one parameter is running.
+        early: which parameters were updated just before their optimizer's step, which must not see their gradients.
     """
 
     def __init__(
-        self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None,
-        stand_ins: StandIns | None = None,
+        self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None
     ) -> None:
         """Offload nothing yet.
 
         Args:
             put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
             make_room: called with the bytes of a gradient that is about to come back.
-            stand_ins: tells what updates do.
         """
         self.engaged = False
         self._declined = False
         self.moved = 0
-        self.updating = False
-        self._put, self._make_room, self._stand_ins = put, make_room, stand_ins or StandIns()
+        self._updating = False
+        self._put, self._make_room = put, make_room
         self._wraps = Wraps()
         self._hooks: list[Any] = []
         self._away: dict[int, _Moved] = {}
-        self._early = EarlyUpdate()
+        self.early = EarlyUpdate()
         self._read: weakref.ref[torch.Tensor] | None = None
         self._fetched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._exposed: set[int] = set()
@@ -156,7 +154,7 @@ class OffloadedGradients:
                 if parameter is None or not self._lies_at(parameter, address):
                     continue
                 self._leave_again(parameter)
-                if not self._is_away(parameter):  # it is held, or its address is known
+                if not self.is_away(parameter):  # it is held, or its address is known
                     self._fetched[address] = ref
 
     def bring_back_all(self) -> None:
@@ -179,7 +177,7 @@ class OffloadedGradients:
         """A backward begins: hook these optimizers' parameters, including ones added since, to offload their gradients."""
         if not self.engaged:
             return
-        self._early.is_over()  # a step that raised may have left something
+        self.early.is_over()  # a step that raised may have left something
         put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
@@ -210,7 +208,7 @@ class OffloadedGradients:
             grad: torch.Tensor | None = GRAD.__get__(parameter)
             if grad is None:
                 return
-            if self._is_away(parameter):
+            if self.is_away(parameter):
                 grad = self._accumulate(parameter, grad)
             counts = references(grad)
             if self._may_leave(grad, counts):
@@ -243,7 +241,7 @@ class OffloadedGradients:
 
         Its bytes are written anew: the script may have written to ``grad.data``, which no version counter shows.
         """
-        if self._is_away(parameter):
+        if self.is_away(parameter):
             return
         grad = GRAD.__get__(parameter)
         if grad is None:
@@ -267,7 +265,8 @@ class OffloadedGradients:
         whole = type(grad) in PLAIN_TYPES and is_plain(grad) and not grad.requires_grad and grad.nbytes >= LEAST_BYTES
         return whole and counts == self._unheld and is_alone(grad) and grad.untyped_storage() not in self._addresses
 
-    def _is_away(self, parameter: torch.Tensor) -> bool:
+    def is_away(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is offloaded."""
         moved = self._away.get(id(parameter))
         return moved is not None and moved.parameter() is parameter
 
@@ -289,8 +288,8 @@ class OffloadedGradients:
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         with self._lock:
-            hidden = self._early.hides(parameter) or self.updating
-            if self._is_away(parameter) and not hidden:
+            hidden = self.early.hides(parameter) or self._updating
+            if self.is_away(parameter) and not hidden:
                 before = None if self._read is None else self._read()
                 if before is not None:
                     self._leave_again(before)
@@ -298,11 +297,13 @@ class OffloadedGradients:
                 grad = self._come_back(parameter)
                 self._fetched[grad.untyped_storage()._cdata] = self._read
                 return grad
-            if self._is_away(parameter) and not self._early.is_here():  # another thread reads what the step must not see
+            if self.is_away(parameter) and not self.early.is_here():  # another thread reads what the step must not see
                 moved = self._away[id(parameter)]
                 with beneath_autograd():
                     return view_on(moved.ticket.fetch(), moved.meta)
             found: torch.Tensor | None = GRAD.__get__(parameter)
+            if found is None and hidden and not self.early.is_here():
+                return self.early.resident(parameter)
             return found
 
     def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -314,7 +315,7 @@ class OffloadedGradients:
         self._forget(parameter)
 
     def _forget(self, parameter: torch.Tensor) -> None:
-        if self._is_away(parameter):
+        if self.is_away(parameter):
             del self._away[id(parameter)]
 
     def _zeroing(self, original: Any) -> Any:
@@ -332,7 +333,7 @@ class OffloadedGradients:
         def swap_tensors(first: Any, second: Any) -> Any:
             """Swap two tensors, which may have no weak references; what is fetched stays until it is offloaded again."""
             for tensor in (first, second):
-                if self._is_away(tensor):
+                if self.is_away(tensor):
                     self._come_back(tensor)
                 self._fetched = {at: ref for at, ref in self._fetched.items() if ref() is not tensor}
                 if self._read is not None and self._read() is tensor:
@@ -343,64 +344,48 @@ class OffloadedGradients:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: optim.Optimizer, *, closure: bool) -> None:
-        """The script calls an optimizer's step: update the parameters whose gradients are offloaded, one by one.
+    def waits(self, parameter: torch.Tensor, *, together: bool) -> bool:
+        """Whether a parameter's gradient is offloaded as the step begins.
 
-        Args:
-            optimizer: the optimizer.
-            closure: whether the step was given a closure, which may compute other gradients first.
+        It is fetched if all parameters are to be updated ``together``, or if a backward has left something since.
         """
-        self._early.is_over()
-        if not self.engaged or closure or unfit(optimizer) or scales(optimizer):
-            return
-        waiting = [(group, p) for group in optimizer.param_groups for p in group["params"] if self._is_away(p)]
-        together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer)
         with self._lock:
-            for _, parameter in waiting:
-                if self._is_away(parameter) and (together or GRAD.__get__(parameter) is not None):
-                    self._come_back(parameter)
-        self._early.begins(optimizer)
-        for place, (group, parameter) in enumerate(waiting):
-            self._begin_next(waiting[place + 1 : place + 2])
-            moved = self._away.get(id(parameter))
-            if moved is None:  # another thread reads it
-                continue
-            with beneath_autograd():
-                grad = view_on(moved.ticket.fetch(), moved.meta)
-            with self._lock:
-                self.updating = True
-                put_gradient(parameter, grad)
-            try:
-                update_one(optimizer, group, parameter)
-                self._early.add(parameter)
-            finally:
-                with self._lock:
-                    GRAD.__set__(parameter, None)
-                    self.updating = False
-            if self._stand_ins.writes_gradient(optimizer, group, parameter):
-                self._keep_written(parameter, grad)
+            away = self.is_away(parameter)
+            if away and (together or GRAD.__get__(parameter) is not None):
+                self._come_back(parameter)
+            return away
 
-    def _keep_written(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        """The update has written to a gradient: offload it anew, or leave it resident where that is not possible."""
+    def begin(self, parameter: torch.Tensor) -> None:
+        """On an accelerator, whose copies overlap with its work, start to fetch a gradient."""
+        if parameter.device.type != "cpu" and self.is_away(parameter):
+            self._away[id(parameter)].ticket.begin()
+
+    @contextlib.contextmanager
+    def fetched_for_update(self, parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """Have an offloaded gradient resident for its parameter's update; None if it is not offloaded (any more)."""
+        moved = self._away.get(id(parameter))
+        if moved is None:
+            yield None
+            return
+        with beneath_autograd():
+            grad = view_on(moved.ticket.fetch(), moved.meta)
+        with self._lock:
+            self._updating = True
+            put_gradient(parameter, grad)
+        try:
+            yield grad
+            self.early.add(parameter)
+        finally:
+            with self._lock:
+                GRAD.__set__(parameter, None)
+                self._updating = False
+
+    def written(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """An update has written to a gradient: offload it anew, or leave it resident where that is not possible."""
         with beneath_autograd():
             ticket = self._put(grad.untyped_storage())
         if ticket is not None:
             self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
         else:
             self._forget(parameter)
-            self._early.remains(parameter, grad)
-
-    def _begin_next(self, following: list[tuple[Any, torch.Tensor]]) -> None:
-        """On an accelerator, whose copies overlap with its work, fetch the next gradient while this one is used."""
-        for _, parameter in following:
-            if parameter.device.type != "cpu" and self._is_away(parameter):
-                self._away[id(parameter)].ticket.begin()
-
-    def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
-        """The optimizer's step returned; it skipped the parameters that :meth:`optimizer_begins` had updated."""
-        self._early.returned(optimizer)
-
-
-def _has_sparse(optimizer: Any) -> bool:
-    """Whether a parameter has a sparse gradient, for which a step may raise before it updates any."""
-    return any((grad := GRAD.__get__(p)) is not None and grad.layout is not torch.strided for p in parameters_of(optimizer))
+            self.early.remains(parameter, grad)

@@ -7,6 +7,7 @@ fused kernels are element-wise), so the bits are those of the script's step.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from torch.optim import optimizer as optim
 
 import torch
+from lowtide.runtime.tensors import states_of
 
 KNOWN: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
@@ -34,6 +36,14 @@ def bare(step: Any) -> Any:
     return step
 
 
+_OWN = threading.local()
+
+
+def is_updating_one(optimizer: Any) -> bool:
+    """Whether this thread is in :func:`update_one` of an optimizer, whose code then reads one parameter's states only."""
+    return getattr(_OWN, "optimizer", None) is optimizer
+
+
 _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
 """The steps as torch defines them: an optimizer whose step was replaced is not a known one."""
 
@@ -41,13 +51,13 @@ _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
 def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Run the optimizer's own update of one parameter, which is in ``group``."""
     step = bare(type(optimizer).step)  # step hooks belong to the script's own call
-    groups, parameters = optimizer.param_groups, group["params"]
-    optimizer.param_groups, group["params"] = [group], [parameter]
+    groups, parameters, outer = optimizer.param_groups, group["params"], getattr(_OWN, "optimizer", None)
+    optimizer.param_groups, group["params"], _OWN.optimizer = [group], [parameter], optimizer
     try:
         with torch.no_grad(), _full_precision(parameter.device.type):
             step(optimizer)
     finally:
-        optimizer.param_groups, group["params"] = groups, parameters
+        optimizer.param_groups, group["params"], _OWN.optimizer = groups, parameters, outer
 
 
 def _full_precision(device: str) -> AbstractContextManager[None]:
@@ -125,7 +135,7 @@ def in_order(optimizer: Any, before: Sequence[Any] = ()) -> None:
         optimizer: the optimizer, whose step is over.
         before: the parameters that had states before it, in order; the others follow in the order of the groups.
     """
-    wanted = list({id(p): p for p in (*before, *parameters_of(optimizer)) if p in optimizer.state}.values())
-    if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
-        states = [(p, optimizer.state.pop(p)) for p in wanted]
-        optimizer.state.update(states)
+    states = states_of(optimizer)
+    wanted = list({id(p): p for p in (*before, *parameters_of(optimizer)) if p in states}.values())
+    if any(a is not b for a, b in zip(wanted, states, strict=False)):
+        states.update([(p, states.pop(p)) for p in wanted])

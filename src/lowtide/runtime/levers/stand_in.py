@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import torch
 from lowtide.runtime.levers.single_update import update_one
 from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.tensors import beneath_autograd, grad_of
+from lowtide.runtime.tensors import beneath_autograd, grad_of, states_of
 
 STAND_IN: Final = 3
 """Elements of the stand-in."""
@@ -66,9 +66,10 @@ class StandIns:
 
 def _without_state(optimizer: Any, group: dict[str, Any]) -> list[torch.Tensor]:
     """A group's parameters that will be updated and have no state yet; states of sparse gradients may be sparse, too."""
+    states = states_of(optimizer)
     return [
         p for p in group["params"]
-        if not optimizer.state.get(p) and (grad := grad_of(p)) is not None and grad.layout is torch.strided
+        if not states.get(p) and (grad := grad_of(p)) is not None and grad.layout is torch.strided
     ]
 
 
@@ -89,6 +90,6 @@ def _updated(optimizer: Any, group: dict[str, Any], like: torch.Tensor) -> _Show
     except KeyError:
         return _Shown(0.0, writes_gradient=True)
     finally:
-        states = optimizer.state.pop(stand_in, {}).values()
+        states = states_of(optimizer).pop(stand_in, {}).values()
     size = sum(bytes_of(s) for s in states if isinstance(s, torch.Tensor) and s.dim())
     return _Shown(size / bytes_of(stand_in), writes_gradient=not same)

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.tensors import grad_of, is_hooked, modules_of, own_tensors, storages_of, tensors_in
+from lowtide.runtime.tensors import grad_of, is_hooked, modules_of, own_tensors, states_of, storages_of, tensors_in
 
 
 @final
@@ -32,7 +32,7 @@ class PersistentState:
             found += own_tensors(modules_of(root))
         for optimizer in self.optimizers:
             found += [p for group in optimizer.param_groups for p in group["params"]]
-            found += tensors_in(list(optimizer.state.values()))
+            found += tensors_in(list(states_of(optimizer).values()))
         return found
 
     def bytes(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> int:
@@ -53,7 +53,7 @@ class PersistentState:
 
     def states(self) -> dict[int, int]:
         """Storages of the optimizer states, by address, with the bytes of each."""
-        states = (t for optimizer in self.optimizers for t in tensors_in(list(optimizer.state.values())))
+        states = (t for optimizer in self.optimizers for t in tensors_in(list(states_of(optimizer).values())))
         return {where: storage.nbytes() for where, storage in storages_of(states).items()}
 
     def has_hooks(self, is_ours: Callable[[Any], bool]) -> bool:

@@ -1,0 +1,250 @@
+"""Offloads optimizer states between updates, and fetches each for its own parameter's update.
+
+Adam's two moments take twice the bytes of the parameters, from the first update on, and are used only in the optimizer's step.
+With this memory optimization they are on the offload tier for the rest of the time. The step updates one parameter at a time
+(:mod:`lowtide.runtime.levers.offloaded_gradients`), and only that parameter's states are resident then. An optimizer whose
+parameters cannot be updated one by one gets all its states back for its step, so that they are away only in the forward and
+the backward.
+
+An offloaded state leaves a placeholder in the parameter's dictionary. Nobody sees one: a property in place of
+``Optimizer.state`` brings every state of the optimizer back, bit for bit, before it returns the dictionary, and torch's own
+``state_dict``, ``load_state_dict``, pickling and copying read that attribute. What the script holds, a state, its storage, its
+address, a parameter's dictionary or the dictionary of all, stays resident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, final
+
+from torch.optim import Optimizer
+
+import torch
+from lowtide.base.lever_catalogue import STATES
+from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.levers.gradient_access import Counts, KnownAddresses, is_alone, references
+from lowtide.runtime.levers.single_update import is_updating_one
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.views import Meta, meta_of, view_on
+from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
+from lowtide.runtime.torch_state import in_process_group
+
+LEAST_BYTES: Final = 4096
+"""Smaller states (step counts, scalars) stay resident."""
+_ATTRIBUTE: Final = "state"
+
+
+@final
+class _Moved:
+    """What is in a state's place in its parameter's dictionary while the state is offloaded."""
+
+    __slots__ = ("bytes", "meta", "ticket")
+
+    def __init__(self, state: torch.Tensor, ticket: Ticket) -> None:
+        self.bytes = state.untyped_storage().nbytes()
+        self.meta: Meta = meta_of(state)
+        self.ticket = ticket
+
+    def fetch(self) -> torch.Tensor:
+        """The state, resident again."""
+        return view_on(self.ticket.fetch(), self.meta)
+
+
+@final
+class OffloadedStates:
+    """The memory optimization, for all optimizers of a process.
+
+    Attributes:
+        engaged: whether states are offloaded.
+        moved: number of states offloaded so far.
+    """
+
+    def __init__(
+        self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None
+    ) -> None:
+        """Offload nothing yet.
+
+        Args:
+            put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
+            make_room: called with the bytes of the states that are about to come back.
+        """
+        self.engaged = False
+        self.moved = 0
+        self._put, self._make_room = put, make_room
+        self._wraps = Wraps()
+        self._away: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that may have states offloaded."""
+        self._there: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers whose states were all brought back since they last left."""
+        self._addresses = KnownAddresses()
+        self._unheld, self._holders = Counts(0, 0, 0), 0
+        self._lock = threading.RLock()
+
+    # --- on and off --------------------------------------------------------------------------------------------------
+
+    def engage(self, optimizers: Iterable[Any]) -> None:
+        """Offload the states that there are, and from now on all states after each update."""
+        self.engaged = True
+        self._unheld, self._holders = _references_of_unheld(), _holders_of_unheld()
+        self._wraps.put(Optimizer, _ATTRIBUTE, lambda _: property(self._get, self._set, self._delete))
+        for optimizer in list(optimizers):
+            self.leave(optimizer)
+
+    def forked(self) -> None:
+        """This process is a forked child: what it offloaded would overwrite the parent's bytes, whose file it shares."""
+        self.engaged = False
+
+    def remove(self, *, over: bool) -> None:
+        """Stop offloading, and fetch what is offloaded.
+
+        Args:
+            over: whether the script has ended, so that offloaded states need not be fetched.
+        """
+        self.engaged = False
+        with contextlib.ExitStack() as stack:  # all of it is done, even if something raises
+            stack.callback(self._wraps.undo)
+            if not over:
+                for optimizer in list(self._away):
+                    stack.callback(self.bring_back, optimizer)
+
+    def figures(self) -> list[LeverFigures]:
+        """Figures of this memory optimization, for the summary; empty if there was nothing to do."""
+        if not self.moved:
+            return []
+        return [LeverFigures(name=STATES, used=True, text=f"{self.moved} optimizer states were offloaded between updates")]
+
+    # --- when states leave and come back ----------------------------------------------------------------------------
+
+    def unit_begins(self) -> None:
+        """Offload states that the script has read since they left."""
+        if self.engaged:
+            for optimizer in list(self._there):
+                self.leave(optimizer)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step returned: offload the states that it left resident."""
+        if self.engaged:
+            self.leave(optimizer)
+
+    def exposed(self, storage: torch.UntypedStorage) -> None:
+        """The script has a storage's address: a state on it stays resident."""
+        self._addresses.add(storage)
+
+    def leave(self, optimizer: Any) -> None:
+        """Offload all states of an optimizer, but for those that the script holds."""
+        with self._lock:
+            for parameter in list(states_of(optimizer)):
+                self._leave(optimizer, parameter)
+            self._there.discard(optimizer)
+
+    @contextlib.contextmanager
+    def during_update(self, optimizer: Any, parameter: torch.Tensor) -> Iterator[None]:
+        """Have one parameter's states resident for its update (:func:`update_one`), and offload them after it."""
+        if optimizer in self._away:
+            with self._lock:
+                self._fetch([states_of(optimizer).get(parameter)])
+        try:
+            yield
+        finally:
+            if self.engaged:
+                with self._lock:
+                    self._leave(optimizer, parameter)
+
+    def bring_back_all(self) -> None:
+        """Fetch everything that is offloaded: code is about to run that may read states past the property."""
+        for optimizer in list(self._away):
+            self.bring_back(optimizer)
+
+    def bring_back(self, optimizer: Any) -> None:
+        """Fetch all states of an optimizer."""
+        with self._lock:
+            self._fetch(states_of(optimizer).values())
+            self._away.discard(optimizer)
+            self._there.add(optimizer)
+
+    def _fetch(self, dictionaries: Iterable[Any]) -> None:
+        found = [
+            (state, name, moved) for state in dictionaries if isinstance(state, dict)
+            for name, moved in state.items() if type(moved) is _Moved
+        ]
+        for state, name, moved in found:
+            self._make_room(moved.bytes)
+            with beneath_autograd():
+                state[name] = moved.fetch()
+
+    def _leave(self, optimizer: Any, parameter: Any) -> None:
+        """Offload one parameter's states."""
+        if in_process_group():
+            return
+        states = states_of(optimizer)
+        state = states.get(parameter)
+        if type(state) is not dict or _holders(states, parameter) != self._holders:
+            return
+        if _holders(vars(optimizer), _ATTRIBUTE) != self._holders:
+            return
+        for name in list(state):
+            tensor = state[name]
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            counts = references(tensor)
+            if self._may_leave(tensor, counts):
+                with beneath_autograd():
+                    ticket = self._put(tensor.untyped_storage())
+                if ticket is not None:
+                    state[name] = _Moved(tensor, ticket)
+                    self.moved += 1
+                    self._away.add(optimizer)
+
+    def _may_leave(self, state: torch.Tensor, counts: Counts) -> bool:
+        """Whether only its dictionary holds a state, its storage describes it completely, and nobody has its address."""
+        whole = type(state) is torch.Tensor and is_plain(state) and not state.requires_grad and state.nbytes >= LEAST_BYTES
+        return whole and counts == self._unheld and is_alone(state) and state.untyped_storage() not in self._addresses
+
+    # --- the property in place of ``Optimizer.state`` ------------------------------------------------------------------
+
+    def _get(self, optimizer: Any) -> Any:
+        if optimizer in self._away and not is_updating_one(optimizer):
+            self.bring_back(optimizer)
+        try:
+            return vars(optimizer)[_ATTRIBUTE]
+        except KeyError:
+            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_ATTRIBUTE!r}") from None
+
+    @staticmethod
+    def _set(optimizer: Any, states: Any) -> None:
+        vars(optimizer)[_ATTRIBUTE] = states
+
+    @staticmethod
+    def _delete(optimizer: Any) -> None:
+        try:
+            del vars(optimizer)[_ATTRIBUTE]
+        except KeyError:
+            raise AttributeError(_ATTRIBUTE) from None
+
+
+def _holders(table: Any, key: Any) -> int:
+    """Reference count of a table's entry; comparable only between callers that hold the entry by as many variables."""
+    item = table[key]
+    return sys.getrefcount(item)
+
+
+def _holders_of_unheld() -> int:
+    """What :func:`_holders` returns for an entry that nothing holds but its table, and one variable of the caller."""
+    table: dict[str, Any] = {"": {}}
+    entry = table[""]
+    count = _holders(table, "")
+    del entry
+    return count
+
+
+def _references_of_unheld() -> Counts:
+    """What :func:`references` returns for a state held only by its dictionary and by one variable of the caller."""
+    with beneath_autograd():
+        held = {"": torch.empty(1)}
+    tensor = held[""]
+    return references(tensor)

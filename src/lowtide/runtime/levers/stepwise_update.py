@@ -1,0 +1,76 @@
+"""Updates parameters one by one before the script's own step, so that one gradient and its states are resident at a time.
+
+The step then finds nothing left to do for them. Where this is not possible (an optimizer that is not known to treat parameters
+independently, a closure, step hooks), the step reads all gradients and states as usual.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.levers.offloaded_states import OffloadedStates
+from lowtide.runtime.levers.single_update import overlap, parameters_of, scales, unfit, update_one
+from lowtide.runtime.levers.stand_in import StandIns
+from lowtide.runtime.tensors import GRAD
+
+
+@final
+class StepwiseUpdate:
+    """Runs the updates of parameters whose gradients or states are offloaded."""
+
+    def __init__(self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns) -> None:
+        """Share what is offloaded; ``stand_ins`` tells what updates do."""
+        self._gradients, self._states, self._stand_ins = gradients, states, stand_ins
+
+    def begins(self, optimizer: Any, *, closure: bool) -> None:
+        """The script calls an optimizer's step: update the parameters whose gradients are offloaded, one by one.
+
+        Where states are offloaded, too, all parameters are updated so.
+
+        Args:
+            optimizer: the optimizer.
+            closure: whether the step was given a closure, which may compute other gradients first.
+        """
+        gradients = self._gradients
+        gradients.early.is_over()
+        if not gradients.engaged or closure or unfit(optimizer) or scales(optimizer):
+            return
+        together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer)
+        every = self._states.engaged and not together
+        waiting = [
+            (group, p) for group in optimizer.param_groups for p in group["params"]
+            if gradients.waits(p, together=together) or (every and GRAD.__get__(p) is not None)
+        ]
+        gradients.early.begins(optimizer)
+        for place, (group, parameter) in enumerate(waiting):
+            for _, following in waiting[place + 1 : place + 2]:
+                gradients.begin(following)
+            with self._states.during_update(optimizer, parameter), gradients.fetched_for_update(parameter) as grad:
+                if grad is not None:
+                    update_one(optimizer, group, parameter)
+                elif every:
+                    self._update_resident(optimizer, group, parameter)
+            if grad is not None and self._stand_ins.writes_gradient(optimizer, group, parameter):
+                gradients.written(parameter, grad)
+
+    def ends(self, optimizer: Any) -> None:
+        """The step returned; it skipped the parameters that :meth:`begins` had updated."""
+        self._gradients.early.returned(optimizer)
+        self._states.optimizer_ends(optimizer)
+
+    def _update_resident(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Update a parameter whose gradient is resident; the gradient is hidden from the step, and is there again after it."""
+        grad: torch.Tensor | None = GRAD.__get__(parameter)
+        if grad is None:  # another thread has dropped it
+            return
+        update_one(optimizer, group, parameter)
+        self._gradients.early.add(parameter)
+        self._gradients.early.remains(parameter, grad)
+        GRAD.__set__(parameter, None)
+
+
+def _has_sparse(optimizer: Any) -> bool:
+    """Whether a parameter has a sparse gradient, for which a step may raise before it updates any."""
+    return any((grad := GRAD.__get__(p)) is not None and grad.layout is not torch.strided for p in parameters_of(optimizer))
