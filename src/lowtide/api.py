@@ -71,7 +71,8 @@ def budget(
         plan: a plan to start with (``lowtide.planning.unit.plan_file.load_plan``).
         offload: whether activations may be offloaded (to a file in ``TMPDIR``; for CUDA, to pinned host memory).
         allow: memory optimizations that may be used (:mod:`lowtide.base.lever_catalogue`). The automatic ones
-            (``move-gradients``, ``sliced-update``) are used wherever a budget needs them, without being named.
+            (``move-gradients``, ``move-states``, ``sliced-update``) are used wherever a budget needs them, without being
+            named.
         without: memory optimizations that must not be used.
         keep_going: whether to continue training even if the first steps show that the budget cannot be held;
             ``outcome.held`` says whether it was.

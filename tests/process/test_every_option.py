@@ -124,7 +124,7 @@ def test_an_excluded_lever_is_not_used(tmp_path: Path) -> None:
 def test_min_survives_the_given_steps_and_respects_no_offload(tmp_path: Path) -> None:
     """With offload the minimum is lower."""
     script = script_in(tmp_path, NET)
-    without = "move-gradients,sliced-update,plan-checkpoints"
+    without = "move-gradients,move-states,sliced-update,plan-checkpoints"
     words = ["--steps", "4", "--survive", "7", "--no-offload", "--without", without, "--timeout", "600"]
     done = lowtide_in(tmp_path, "min", *words, "--json", "m.json", script)
     assert done.returncode == 0, done.stderr

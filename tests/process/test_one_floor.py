@@ -140,7 +140,7 @@ CHECKPOINTED = FRAME.replace("from torch import nn\n", "from torch import nn\nfr
 
 SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE, "rebuilt": REBUILT, "evaluation": EVALUATION, "frame": FRAME,
            "checkpointed": CHECKPOINTED}
-LEVERS = "move-gradients,sliced-update,plan-checkpoints,split-ops"
+LEVERS = "move-gradients,move-states,sliced-update,plan-checkpoints,split-ops"
 
 
 OUTSIDE_A_UNIT = ("update", "rebuilt", "evaluation")

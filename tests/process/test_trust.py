@@ -103,14 +103,14 @@ for i in range(6):
 @pytest.mark.long("307200")
 @pytest.mark.parametrize("missing", [10 << 10, 300 << 10])
 def test_a_budget_at_the_floor_is_held_and_one_just_below_refused(tmp_path: Path, missing: int) -> None:
-    """The first step has no optimizer states yet, and its floor is lower: it does not cross the budget."""
-    script = script_in(tmp_path, HIGHEST_IN_FORWARD)
+    """The first step has no optimizer states yet, and its floor is lower: it does not cross the budget. The states stay."""
+    script, resident = script_in(tmp_path, HIGHEST_IN_FORWARD), ("--without", "move-states")
     lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script)
     floor = json.loads((tmp_path / "f.json").read_text())["plan"]["bound"]["peak_bytes"]
-    held = lowtide_in(tmp_path, "run", "--budget", str(floor), "--json", "f.json", script)
+    held = lowtide_in(tmp_path, "run", "--budget", str(floor), *resident, "--json", "f.json", script)
     assert held.returncode == 0, held.stderr
     assert json.loads((tmp_path / "f.json").read_text())["held"]
-    refused = lowtide_in(tmp_path, "run", "--budget", str(floor - missing), "--json", "f.json", script)
+    refused = lowtide_in(tmp_path, "run", "--budget", str(floor - missing), *resident, "--json", "f.json", script)
     assert refused.returncode == 1, refused.stderr
     figures = json.loads((tmp_path / "f.json").read_text())
     assert len(figures["steps"]) < 3

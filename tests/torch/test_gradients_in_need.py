@@ -109,7 +109,7 @@ def test_an_operator_that_fits_only_without_gradients_keeps_bits(
     make: Callable[[], zoo.Job], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They leave in the middle of a unit, in a backward or between two; nothing was foreseen."""
-    monkeypatch.setattr(LeverSet, "update_overruns", lambda *_: False)
+    monkeypatch.setattr(LeverSet, "wanted_by_update", lambda *_: frozenset())
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, keep_going=True)
     assert run.bits == reference.bits

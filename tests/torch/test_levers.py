@@ -512,8 +512,9 @@ def test_moved_gradients_keep_the_bits_of_any_script(body: Callable[..., None], 
     bits, outcome = _loop(body, steps=6, **given)
     assert bits == plain
     assert outcome is not None
-    used = [x.name for x in outcome.levers if x.used]
-    assert used == ([] if body in (builds_a_graph_over_gradients, has_a_step_hook) and not outcome.levers else ["move-gradients"])
+    used = {x.name for x in outcome.levers if x.used}
+    assert used <= {"move-gradients", "move-states", "sliced-update"}
+    assert "move-gradients" in used or body in (builds_a_graph_over_gradients, has_a_step_hook)
 
     def later(i: int, model: nn.Module, opt: Any, average: Any) -> None:
         (body if i >= 4 else _plainly)(i, model, opt, average)

@@ -469,3 +469,76 @@ def _bits_of_adam() -> list[bytes]:
 def test_a_lever_that_is_allowed_and_excluded_is_refused() -> None:
     with pytest.raises(UsageError, match="both allowed and excluded"), lowtide.budget(None, allow=LEVER, without=LEVER):
         pass
+
+
+# --- when a budget needs it -----------------------------------------------------------------------------------------------
+
+
+WIDTH, LAYERS = 192, 6
+WEIGHTS = LAYERS * 4 * WIDTH * WIDTH
+SPARE = 192 << 10
+"""Activations of a few samples, biases and scalars."""
+
+
+def _wide(steps: int, seen: list[int], *, clip: bool = False, kind: str = "adam", state: Any = None) -> list[bytes]:
+    zoo.seed(0)
+    model = nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))
+    for _ in range(steps):
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(_away(optimizer))
+    return [zoo.bits(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw_foreach", "adagrad"])
+def test_a_budget_that_resident_states_would_cross_is_held(kind: str, clip: bool) -> None:  # noqa: FBT001
+    """Adam takes four times the weights' bytes at rest, and a budget of under two is held, after the first steps at the latest."""
+    plain = _wide(6, [], clip=clip, kind=kind)
+    away: list[int] = []
+    with lowtide.budget(live_now() + WEIGHTS + WEIGHTS * 5 // 6 + SPARE) as run:
+        assert _wide(6, away, clip=clip, kind=kind) == plain
+        outcome = run.outcome
+    assert outcome.held
+    assert outcome.excused <= 2
+    assert LEVER in [x.name for x in outcome.levers if x.used]
+    assert all(away[outcome.excused :])
+    assert {step.policy for step in outcome.steps[-2:]} <= {"planned", "plain"}
+
+
+def test_states_that_a_checkpoint_brought_leave_where_the_budget_needs_it() -> None:
+    """They are there before the first step; the first unit that shows how much memory it takes is followed by ones without."""
+    zoo.seed(1)
+    before = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(before.parameters())
+    before(torch.randn(4, WIDTH)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    plain = _wide(6, [], state=state)
+    away: list[int] = []
+    with lowtide.budget(live_now() + 2 * WEIGHTS + SPARE) as run:
+        assert _wide(6, away, state=state) == plain
+        outcome = run.outcome
+    assert outcome.held
+    assert outcome.excused <= 2
+    assert away[-1] == 2 * LAYERS
+
+
+def test_a_budget_below_the_weights_is_refused_with_what_is_left() -> None:
+    """With its states away the run needs its weights and one operator; that is what the refusal says."""
+    with pytest.raises(lowtide.BudgetError, match="cannot be held") as refused, lowtide.budget(live_now() + WEIGHTS // 2):
+        _wide(6, [])
+    assert WEIGHTS <= refused.value.bound_bytes <= 2 * WEIGHTS
+
+
+def test_states_stay_where_the_lever_is_excluded() -> None:
+    seen: list[int] = []
+    with pytest.raises(lowtide.BudgetError), lowtide.budget(live_now() + 2 * WEIGHTS + SPARE, without=LEVER):
+        _wide(6, seen)
+    assert not any(seen)

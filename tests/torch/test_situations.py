@@ -139,7 +139,7 @@ def test_no_floor_is_above_a_peak_that_was_reached(name: str) -> None:
     make = situations.SITUATIONS[name]
     reference = plain_of(make, STEPS)
     reached, floors = [], []
-    for share in (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1) if FULL else (0.8, 0.5, 0.3, 0.1):
+    for share in (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.02) if FULL else (0.8, 0.5, 0.3, 0.02):
         live = heap().tensor_live
         try:
             run = budgeted(make, above_of(reference, share), STEPS)

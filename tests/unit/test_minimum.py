@@ -63,7 +63,7 @@ def test_a_script_without_a_plan_has_no_minimum_and_a_reason() -> None:
 @pytest.mark.parametrize(("allow", "without", "names"), [
     ((), (), ["no levers", "exact levers"]),
     (("chunked-loss",), (), ["no levers", "exact levers", "all levers"]),
-    ((), ("move-gradients", "sliced-update", "plan-checkpoints"), ["no levers"]),
+    ((), ("move-gradients", "move-states", "sliced-update", "plan-checkpoints"), ["no levers"]),
 ])
 def test_lever_sets_follow_what_is_allowed_and_excluded(allow: tuple[str, ...], without: tuple[str, ...], names: list[str]) -> None:
     """No levers, the exact ones unless all are excluded, and all allowed ones if these are more."""

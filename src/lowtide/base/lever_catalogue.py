@@ -76,6 +76,7 @@ LEVERS: Final[dict[str, Lever]] = {
         Lever(
             name=STATES,
             exact=True,
+            automatic=True,
             text="offloads gradients, and optimizer states between updates; fetches each for its own parameter's update",
             bits="the same",
         ),

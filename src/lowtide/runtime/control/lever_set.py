@@ -16,6 +16,7 @@ from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
+from lowtide.runtime.levers.clipped_gradients import ClippedGradients
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.offloaded_states import OffloadedStates
@@ -28,6 +29,7 @@ from lowtide.runtime.levers.stepwise_update import StepwiseUpdate
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
 from lowtide.runtime.tensors import grad_of, states_of
+from lowtide.runtime.torch_state import in_process_group
 
 
 @final
@@ -38,6 +40,7 @@ class LeverSet:
         in_backward: updates each parameter as soon as its gradient is complete.
         states: offloads optimizer states between updates.
         gradients: offloads gradients as soon as they are complete.
+        clipping: clips gradients one by one where they are offloaded.
         updates: updates parameters one by one where gradients or states are offloaded.
         slices: runs a foreach optimizer's update slice by slice.
         logits: computes the loss of a wide linear layer piece by piece.
@@ -61,9 +64,10 @@ class LeverSet:
         """
         self._settings, self._budget, self._interception = settings, budget, interception
         self.in_backward = OptimizerInBackward(phase, before_update)
-        self._stand_ins = StandIns()
         self.states = OffloadedStates(self._put, interception.evictor.room_for)
         self.gradients = OffloadedGradients(self._put, interception.evictor.room_for)
+        self._stand_ins = StandIns(self.gradients.is_away)
+        self.clipping = ClippedGradients(self.gradients)
         self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins)
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
@@ -87,6 +91,8 @@ class LeverSet:
         limited = not (settings.budget is None or isinstance(settings.budget, Rescue))
         if SLICES not in settings.without and (limited or SLICES in settings.allow):
             self.slices.install()
+        if limited or self.gradients.engaged:
+            self.clipping.install()
         if CHECKPOINTS not in settings.without and limited:
             self.checkpoints.install()
         if self._is_allowed(LOSS):
@@ -100,6 +106,7 @@ class LeverSet:
         self.gradients.remove(over=over)
         self.states.remove(over=over)
         self.slices.remove()
+        self.clipping.remove()
         self.layers.remove()
         self.checkpoints.remove()
         if LOSS in self._settings.allow:
@@ -165,19 +172,42 @@ class LeverSet:
         """Offload gradients from now on."""
         self.gradients.engage(self.optimizers)
 
-    def update_overruns(self, optimizer: Any) -> bool:
-        """Whether an optimizer's update will cross the budget, which it would not if gradients were offloaded before.
+    def wanted_by_update(self, optimizer: Any) -> frozenset[str]:
+        """The levers that an optimizer's update needs so as not to cross the budget, of those that are still available.
 
-        That is of an update that allocates states, usually the first one.
+        That is of an update that allocates states, usually the first one, and of an optimizer that can be updated one
+        parameter at a time.
         """
         room = self._room()
-        if room is None or not self.may_move_gradients():
+        wanted: set[str] = set()
+        if room is None or not (self.may_move_gradients() or self.may_move_states()):
+            return frozenset()
+        parameters = list(parameters_of(optimizer))
+        if len(states_of(optimizer)) >= len(parameters) or unfit(optimizer) or scales(optimizer) or in_process_group():
+            return frozenset()
+        room -= SLACK_BYTES
+        if not self._stand_ins.states_exceed(optimizer, room):
+            return frozenset()
+        if self.may_move_gradients():
+            wanted.add(GRADIENTS)
+            room += sum(bytes_of(grad) for p in parameters if (grad := grad_of(p)) is not None)
+        if self.may_move_states() and self._stand_ins.states_exceed(optimizer, room):
+            wanted.add(STATES)
+        return frozenset(wanted)
+
+    def may_move_states(self) -> bool:
+        """Whether the lever that offloads optimizer states is still available to lower the peak; it moves gradients, too."""
+        if self.states.engaged or STATES in self._settings.without or self.in_backward.engaged or in_process_group():
             return False
-        if len(states_of(optimizer)) >= sum(1 for _ in parameters_of(optimizer)):
-            return False
-        if not self.gradients.can_engage([optimizer]) or scales(optimizer):
-            return False
-        return self._stand_ins.states_exceed(optimizer, room - SLACK_BYTES)
+        return self.gradients.engaged or self.may_move_gradients()
+
+    def movable_state_bytes(self, *, in_update: bool = False) -> int:
+        """Bytes of the resident optimizer states that may be offloaded, or of those that then are away in the update, too."""
+        return self.states.movable_bytes(o for o in self.optimizers if not (in_update and unfit(o)))
+
+    def move_states(self) -> None:
+        """Offload optimizer states from now on."""
+        self.states.engage(self.optimizers)
 
     def has_gradients_to_move(self) -> bool:
         """Whether the lever that offloads gradients is available, and there are gradients now."""

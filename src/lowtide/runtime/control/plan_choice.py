@@ -23,7 +23,7 @@ from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import StepAudit
-from lowtide.runtime.control.unit_choices import AsWritten, Choice, Follow, Hold, Ignore, MoveGradients, Refuse
+from lowtide.runtime.control.unit_choices import AsWritten, Choice, Follow, Hold, Ignore, MoveGradients, MoveStates, Refuse
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import Neighbour, PlanFigures
 from lowtide.runtime.torch_state import in_process_group
@@ -161,6 +161,8 @@ class PlanChoice:
         likely = limited and infeasible and likely_floor > self._budget.bytes
         if (refused or proven or likely) and self._gradients_would_do(figures, unit, entry):
             return MoveGradients()
+        if (refused or proven or likely) and self._states_would_do(figures):
+            return MoveStates()
         if (refused or proven) and self.may_refuse:
             return Refuse(figures, proven=proven and not refused)
         self._solved, self._solved_for = (entry.problem, solution), (entry, shift)
@@ -265,7 +267,9 @@ class PlanChoice:
         of_recording = replace(figures, bound_peak_bytes=entry.front.bound.peak_bytes)  # the update may have been a first one
         if not self._cannot_be_held(of_recording, warm=False):
             return None
-        return MoveGradients() if self._gradients_would_do(figures, unit, entry) else Refuse(figures, proven=True)
+        if self._gradients_would_do(figures, unit, entry):
+            return MoveGradients()
+        return MoveStates() if self._states_would_do(figures) else Refuse(figures, proven=True)
 
     def _of_other_sizes(self, unit: Unit) -> Follow | None:
         """The plan of a recorded unit that differs only in sizes, if one fits this unit; None otherwise."""
@@ -333,6 +337,17 @@ class PlanChoice:
             lowest = max(lowest, forced - unit.gradient_bytes)
         return lowest <= self._budget.bytes and levers.gradients.can_engage(levers.optimizers)
 
+    def _states_would_do(self, figures: PlanFigures) -> bool:
+        """Whether offloading optimizer states, and gradients if they are not offloaded yet, may lower the peak by enough."""
+        levers = self._levers
+        if not levers.may_move_states():
+            return False
+        states = levers.movable_state_bytes()
+        gradients = levers.most_lowered_bytes() if levers.may_move_gradients() else 0
+        update = self.between_bytes - levers.movable_state_bytes(in_update=True) - levers.most_lowered_bytes(in_update=True)
+        lowest = max(figures.resident_bytes - states, figures.bound_peak_bytes - states - gradients, update)
+        return states > 0 and lowest <= self._budget.bytes
+
     # --- figures and refusals ----------------------------------------------------------------------------------------
 
     def _tell(
@@ -393,6 +408,13 @@ class PlanChoice:
         lowest = max(evaluated.bound_peak_bytes, outside.bound_peak_bytes - levers.most_lowered_bytes(in_update=True))
         if lowest <= self._budget.bytes and levers.may_move_gradients() and levers.gradients.can_engage(levers.optimizers):
             return MoveGradients()
+        if levers.may_move_states():
+            lowest = max(
+                resident - levers.movable_state_bytes(), evaluated.bound_peak_bytes - levers.movable_state_bytes(),
+                lowest - levers.movable_state_bytes(in_update=True),
+            )
+            if lowest <= self._budget.bytes:
+                return MoveStates()
         self.figures = outside
         return Refuse(outside, proven=True) if self.may_refuse else None
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, final
 import torch
 from lowtide.base.errors import SizeError
 from lowtide.base.forks import weakly
+from lowtide.base.lever_catalogue import GRADIENTS, STATES
 from lowtide.base.messages import tell
 from lowtide.base.trace import Phase
 from lowtide.base.units import Auto, FromStep
@@ -37,7 +38,7 @@ from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
-from lowtide.runtime.control.unit_choices import AsWritten, Hold, MoveGradients, Refuse
+from lowtide.runtime.control.unit_choices import AsWritten, Hold, MoveGradients, MoveStates, Refuse
 from lowtide.runtime.control.unit_review import UnitReview
 from lowtide.runtime.control.unit_start import UnitStart
 from lowtide.runtime.device import accelerator
@@ -517,8 +518,12 @@ class Runtime:
             self.interception.update_begins(self._following, closure=closure)
         if self.interception.stack.mode is not self.interception.online:
             self.interception.writes_unseen()
-        if not closure and self.clock.phase is not Phase.BACKWARD and self.levers.update_overruns(optimizer):
-            self._move_gradients()
+        if not closure and self.clock.phase is not Phase.BACKWARD:
+            wanted = self.levers.wanted_by_update(optimizer)
+            if GRADIENTS in wanted:
+                self._move_gradients()
+            if STATES in wanted:
+                self.levers.move_states()
         self.levers.optimizer_begins(optimizer, closure=closure)
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -577,6 +582,9 @@ class Runtime:
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
         self.levers.unit_begins()
         chosen = self.choice.choose(unit)
+        if isinstance(chosen, MoveStates):
+            self.unit = unit = self._move_states_before(unit)
+            kind, chosen = unit.kind, self.choice.choose(unit)
         proven = isinstance(chosen, Refuse) and chosen.proven  # then the script's own checkpoints need no less
         if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)) and not proven:
             unit.kind = kind = self.knowledge.checkpoints.give_up(kind)
@@ -600,6 +608,23 @@ class Runtime:
         self.evaluations.forget()
         if self.audit.trained < REFUSED:
             self.excused = len(self.audit.steps)
+
+    def _move_states_before(self, unit: Unit) -> Unit:
+        """Offload optimizer states, and gradients, from a unit on that begins; returns the unit on its new base."""
+        if not self.levers.takes_gradients:
+            self._move_gradients()
+        self.levers.move_states()
+        self.evaluations.forget()
+        self.audit.gradients_leave(whole=True)
+        if self.audit.trained < REFUSED:
+            self.excused = len(self.audit.steps)
+        kind = replace(unit.kind, engaged=True)
+        if self.audit.running.units == 1:
+            self.audit.begins_anew()
+        self.choice.between_bytes = base = self.interception.meter.live() - unit.left.there_bytes
+        self.interception.meter.reset_op_peak()
+        gradients = self.knowledge.persistent.gradient_bytes()
+        return Unit(kind, base, unit.left, gradients, unit.number, unit.times, calls=[kind])
 
     def _offload_gradients_within(self) -> bool:
         """Offload the gradients that exist and all later ones, because an operator of the running unit fits in no other way.

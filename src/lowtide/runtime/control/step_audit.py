@@ -96,6 +96,11 @@ class StepAudit:
         meter.begin_span()
         return peak
 
+    def begins_anew(self) -> None:
+        """Much of what was resident as the step began has been offloaded: it belongs to the steps before."""
+        self._interception.meter.begin_span()
+        self.running.peak_bytes = 0
+
     def setup_ends(self) -> None:
         """The run's first unit begins, and with it the first step: what came before belongs to no step."""
         self.setup_peak_bytes = self.running.peak_bytes

@@ -61,6 +61,12 @@ class MoveGradients:
 
 @final
 @dataclass(frozen=True, slots=True)
+class MoveStates:
+    """Engage the levers that offload optimizer states and gradients, and choose again with the memory that is left."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """End the script: the budget cannot be held (``proven``), or no plan was found and steps keep crossing the budget."""
 
@@ -74,4 +80,4 @@ class AsWritten:
     """Leave the script's own checkpoints as they are written: they hold the budget better, or at less cost."""
 
 
-Choice = Hold | Follow | Ignore | MoveGradients | AsWritten | Refuse
+Choice = Hold | Follow | Ignore | MoveGradients | MoveStates | AsWritten | Refuse

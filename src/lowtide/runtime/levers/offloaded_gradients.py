@@ -7,6 +7,8 @@ a time (:mod:`lowtide.runtime.levers.stepwise_update`), and each gradient is res
 
 A property in place of ``Parameter.grad`` catches readers in Python. In C++ only autograd's ``AccumulateGrad`` reads it
 (``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient to be added to an offloaded one is added here.
+
+One module: every way in which a gradient leaves, comes back and is read rests on the same table of what is offloaded.
 """
 
 from __future__ import annotations
@@ -341,6 +343,29 @@ class OffloadedGradients:
             return original(first, second)
 
         return swap_tensors
+
+    def kind_of(self, parameter: torch.Tensor) -> tuple[str, torch.dtype] | None:
+        """Device and data type of a parameter's gradient; None without one. The device of one that is not plain is empty."""
+        with self._lock:
+            if self.is_away(parameter):
+                return parameter.device.type, self._away[id(parameter)].meta[3]
+            grad = GRAD.__get__(parameter)
+        if grad is None:
+            return None
+        return grad.device.type if type(grad) in PLAIN_TYPES and is_plain(grad) else "", grad.dtype
+
+    def peek(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A parameter's gradient, to be read only: one that is offloaded stays so, and a copy is returned."""
+        with self._lock:
+            found: torch.Tensor | None = GRAD.__get__(parameter)
+            if not self.is_away(parameter):
+                return found
+            if found is not None:
+                return self._come_back(parameter)
+            self._make_room(parameter.nbytes)
+            moved = self._away[id(parameter)]
+            with beneath_autograd():
+                return view_on(moved.ticket.fetch(), moved.meta)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,12 @@ class OffloadedStates:
             for optimizer in list(self._there):
                 self.leave(optimizer)
 
+    @staticmethod
+    def movable_bytes(optimizers: Iterable[Any]) -> int:
+        """Bytes of the resident states that are large enough to be offloaded, of some optimizers; those held are included."""
+        states = (t for o in optimizers for state in states_of(o).values() if isinstance(state, dict) for t in state.values())
+        return sum(t.nbytes for t in states if type(t) is torch.Tensor and is_plain(t) and t.nbytes >= LEAST_BYTES)
+
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step returned: offload the states that it left resident."""
         if self.engaged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -31,13 +32,14 @@ class _Shown:
 class StandIns:
     """What updates do, by optimizer and options; each is tried once."""
 
-    def __init__(self) -> None:
-        """Know no optimizer yet."""
+    def __init__(self, is_away: Callable[[torch.Tensor], bool] = lambda _: False) -> None:
+        """Know no optimizer yet; ``is_away`` says whether a parameter's gradient is offloaded."""
+        self._is_away = is_away
         self._shown: weakref.WeakKeyDictionary[Any, dict[Any, _Shown]] = weakref.WeakKeyDictionary()
 
     def states_exceed(self, optimizer: Any, room_bytes: int) -> bool:
         """Whether the states that an optimizer's next step allocates take more than ``room_bytes``."""
-        groups = [(group, _without_state(optimizer, group)) for group in optimizer.param_groups]
+        groups = [(group, self._without_state(optimizer, group)) for group in optimizer.param_groups]
         if room_bytes >= MOST_STATES * sum(bytes_of(p) for _, new in groups for p in new):
             return False
         return room_bytes < self.state_bytes(optimizer)
@@ -46,7 +48,7 @@ class StandIns:
         """Bytes of the states that an optimizer's next step allocates."""
         total = 0.0
         for group in optimizer.param_groups:
-            new = _without_state(optimizer, group)
+            new = self._without_state(optimizer, group)
             size = sum(bytes_of(p) for p in new)
             if size:
                 total += size * self._show(optimizer, group, new[0]).states
@@ -56,6 +58,11 @@ class StandIns:
         """Whether an update writes to the gradient, as foreach SGD does with Nesterov momentum (no version counter tells)."""
         return self._show(optimizer, group, like).writes_gradient
 
+    def _without_state(self, optimizer: Any, group: dict[str, Any]) -> list[torch.Tensor]:
+        """A group's parameters that will be updated and have no state yet; states of sparse gradients may be sparse, too."""
+        states = states_of(optimizer)
+        return [p for p in group["params"] if not states.get(p) and (self._is_away(p) or _is_strided(grad_of(p)))]
+
     def _show(self, optimizer: Any, group: dict[str, Any], like: torch.Tensor) -> _Shown:
         known = self._shown.setdefault(optimizer, {})
         key = (like.dtype, like.device, group.get("foreach"), *(bool(group.get(name)) for name in _DECIDING))
@@ -64,13 +71,8 @@ class StandIns:
         return known[key]
 
 
-def _without_state(optimizer: Any, group: dict[str, Any]) -> list[torch.Tensor]:
-    """A group's parameters that will be updated and have no state yet; states of sparse gradients may be sparse, too."""
-    states = states_of(optimizer)
-    return [
-        p for p in group["params"]
-        if not states.get(p) and (grad := grad_of(p)) is not None and grad.layout is torch.strided
-    ]
+def _is_strided(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.layout is torch.strided
 
 
 def _updated(optimizer: Any, group: dict[str, Any], like: torch.Tensor) -> _Shown:
