@@ -535,6 +535,7 @@ def test_a_budget_below_the_weights_is_refused_with_what_is_left() -> None:
     with pytest.raises(lowtide.BudgetError, match="cannot be held") as refused, lowtide.budget(live_now() + WEIGHTS // 2):
         _wide(6, [])
     assert WEIGHTS <= refused.value.bound_bytes <= 2 * WEIGHTS
+    assert "without Lowtide" not in str(refused.value), "its peak is that with the states away"
 
 
 def test_states_stay_where_the_lever_is_excluded() -> None:

@@ -121,7 +121,7 @@ def resident_figures(resident_bytes: int, peak_bytes: int, step_seconds: float) 
 
 def refusal(
     figures: PlanFigures, budget_bytes: int, between_bytes: int, *,
-    proven: bool, evaluation_bytes: int = 0, declined: str = "", unreached: Sequence[str] = (),
+    proven: bool, evaluation_bytes: int = 0, declined: str = "", unreached: Sequence[str] = (), optimized: bool = False,
 ) -> BudgetError:
     """The error that says why a budget cannot be held, and what would lower the minimum.
 
@@ -133,6 +133,7 @@ def refusal(
         evaluation_bytes: highest point of any evaluation without gradients.
         declined: why gradients could not be consumed within the backward; empty if that was not tried.
         unreached: what the script does that the interception does not reach.
+        optimized: whether the unit was recorded with gradients or optimizer states offloaded.
     """
     bound, lowest, plain = figures.bound_peak_bytes, figures.lowest_peak_bytes, figures.baseline_peak_bytes
     if figures.resident_bytes >= bound:
@@ -157,7 +158,8 @@ def refusal(
     if lowest > figures.resident_bytes and ROOM * lowest < plain:
         advice += f"; a budget of {format_bytes(ROOM * lowest)}, somewhat above the lowest plan found"
     elif lowest > figures.resident_bytes:
-        advice += f"; without Lowtide it takes {format_bytes(plain)}"
+        without = "with the memory optimizations and no plan" if optimized else "without Lowtide"
+        advice += f"; {without} it takes {format_bytes(plain)}"
     if declined:
         advice += f"; gradients could not be consumed in the backward: {declined}"
     if unreached:

@@ -430,6 +430,7 @@ class PlanChoice:
         told = functools.partial(
             refusal, choice.figures, self._budget.bytes, self.between_bytes, proven=choice.proven,
             evaluation_bytes=self._evaluations.highest_bytes, declined=self._levers.in_backward.reason, unreached=unreached,
+            optimized=self._levers.takes_gradients,
         )
         self.refused = told()
         return told() if self._settings.refusal is None else self._settings.refusal(self.refused)
