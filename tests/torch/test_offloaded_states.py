@@ -543,3 +543,140 @@ def test_states_stay_where_the_lever_is_excluded() -> None:
     with pytest.raises(lowtide.BudgetError), lowtide.budget(live_now() + 2 * WEIGHTS + SPARE, without=LEVER):
         _wide(6, seen)
     assert not any(seen)
+
+
+# --- found by attacking it ------------------------------------------------------------------------------------------------
+
+
+def copies_its_attributes(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    _step(model, optimizer)
+    _step(model, optimizer)
+    copied = copy.deepcopy(vars(optimizer))["state"]
+    pickled = pickle.loads(pickle.dumps(vars(optimizer)))["state"]
+    for states in (copied, pickled):
+        yield [s["exp_avg"] for s in states.values()]
+
+
+def shares_its_attributes(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    for _ in range(2):
+        _step(model, optimizer)
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    yield [s["exp_avg"] for s in other.state.values()]
+    optimizer.zero_grad()
+    _back(model)
+    other.step()
+
+
+def is_interrupted_by_a_signal(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    """A handler saves the state in the middle of a step, as on a cluster that is about to end the job."""
+    import signal
+
+    found: list[Any] = []
+
+    def save(*_: Any) -> None:
+        state = optimizer.state_dict()
+        found.append((len(state["param_groups"][0]["params"]), all(type(t) is torch.Tensor for s in state["state"].values() for t in s.values())))
+
+    class Telling(float):
+        """A learning rate that lets a signal arrive as it is used."""
+
+        def __neg__(self) -> float:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return -float(self)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = Telling(group["lr"])
+        for _ in range(3):
+            _step(model, optimizer)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    yield sorted(set(found))
+
+
+def unscales_through_a_wrapper(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    class Wrapper:
+        @property
+        def param_groups(self) -> Any:
+            return optimizer.param_groups
+
+        def step(self) -> Any:
+            return optimizer.step()
+
+    wrapper, scaler = Wrapper(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(16, FEATURES)).square().mean()).backward()
+        scaler.unscale_(wrapper)  # type: ignore[arg-type]
+        scaler.step(wrapper)  # type: ignore[arg-type]
+        scaler.update()
+    yield list(model.parameters())
+
+
+def has_a_lazy_layer_that_is_not_used(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    optimizer.add_param_group({"params": nn.LazyLinear(8).parameters()})
+    for _ in range(3):
+        _step(model, optimizer)
+    yield list(model.parameters())
+
+
+def steps_in_inference_mode(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    for _ in range(3):
+        optimizer.zero_grad()
+        _back(model)
+        with torch.inference_mode():
+            optimizer.step()
+        yield [s["exp_avg"].is_inference() for s in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("script", [
+    copies_its_attributes, shares_its_attributes, is_interrupted_by_a_signal, unscales_through_a_wrapper,
+    has_a_lazy_layer_that_is_not_used, steps_in_inference_mode,
+], ids=lambda s: s.__name__)
+def test_a_script_that_was_found_by_attacking_gets_the_plain_runs_results(script: Script) -> None:
+    def train() -> list[Any]:
+        zoo.seed(0)
+        model = _net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        return [[_frozen(item) for item in script(model, optimizer)], *(zoo.bits(p) for p in model.parameters())]
+
+    plain = train()
+    with lowtide.budget(None, allow=LEVER):
+        assert train() == plain
+
+
+def test_gradients_are_there_after_a_step_that_raised_and_the_end_of_the_budget() -> None:
+    """Those that are too small to be offloaded were hidden from the step, and stayed so."""
+    model = _net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with lowtide.budget(None, allow=LEVER):
+        _step(model, optimizer)
+        _back(model)
+        optimizer.state[list(model.parameters())[-1]]["exp_avg"] = None
+        with pytest.raises((TypeError, AttributeError, RuntimeError)):
+            optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_optimizers_that_compare_as_equal_are_not_confused() -> None:
+    class Equal(torch.optim.Adam):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        def __hash__(self) -> int:
+            return 1
+
+    def train() -> list[bytes]:
+        zoo.seed(0)
+        models = [_net(), _net()]
+        optimizers = [Equal(m.parameters(), lr=1e-2) for m in models]
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _step(model, optimizer)
+        return [*(zoo.bits(p) for m in models for p in m.parameters()), *(_saved(o) for o in optimizers)]
+
+    plain = train()
+    with lowtide.budget(None, allow=LEVER):
+        assert train() == plain

@@ -56,10 +56,10 @@ class ClippedGradients:
     def _listed(self, parameters: Any) -> list[torch.Tensor]:
         return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
-    def _apply(self, listed: Iterable[torch.Tensor]) -> bool:
+    def _apply(self, listed: Iterable[Any]) -> bool:
         """Whether some of these gradients are offloaded, and all are of one kind, on the CPU."""
         gradients = self._gradients
-        if not gradients.engaged or torch.compiler.is_compiling():
+        if not gradients.engaged or torch.compiler.is_compiling() or not all(isinstance(p, torch.Tensor) for p in listed):
             return False
         kinds = {kind for p in listed if (kind := gradients.kind_of(p)) is not None}
         return len(kinds) == 1 and next(iter(kinds))[0] == "cpu" and any(gradients.is_away(p) for p in listed)
@@ -83,13 +83,9 @@ class ClippedGradients:
             if not self._apply(listed) or any(self._gradients.kind_of(p) == ("cpu", torch.float16) for p in listed):
                 return original(scaler, optimizer, inverse, found, allow_fp16)
             per_device: dict[torch.device, torch.Tensor] = {}
-            groups = optimizer.param_groups
             for parameter in listed:
-                optimizer.param_groups = [{"params": [parameter]}]
-                try:
-                    per_device |= original(scaler, optimizer, inverse, found, allow_fp16)
-                finally:
-                    optimizer.param_groups = groups
+                alone = types.SimpleNamespace(param_groups=[{"params": [parameter]}])
+                per_device |= original(scaler, alone, inverse, found, allow_fp16)
             return per_device
 
         return unscale

@@ -138,6 +138,7 @@ class OffloadedGradients:
         hooks, self._hooks = self._hooks, []
         with contextlib.ExitStack() as stack:  # all of it is done, even if something raises
             stack.callback(self._wraps.undo)
+            stack.callback(self.early.is_over)  # a step that raised may have left something
             stack.callback(self._away.clear)
             stack.callback(self._fetched.clear)
             for moved in () if over else list(self._away.values()):

@@ -52,7 +52,16 @@ class _Moved:
 
     def fetch(self) -> torch.Tensor:
         """The state, resident again."""
-        return view_on(self.ticket.fetch(), self.meta)
+        with beneath_autograd():
+            return view_on(self.ticket.fetch(), self.meta)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """A copy of the state: the script copies the dictionary past the property (``copy.deepcopy(vars(optimizer))``)."""
+        return self.fetch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the state."""
+        return self.fetch().__reduce_ex__(protocol)
 
 
 @final
@@ -77,9 +86,9 @@ class OffloadedStates:
         self.moved = 0
         self._put, self._make_room = put, make_room
         self._wraps = Wraps()
-        self._away: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers that may have states offloaded."""
-        self._there: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._away: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Optimizers that may have states offloaded, by id: the script's own may compare as equal."""
+        self._there: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Optimizers whose states were all brought back since they last left."""
         self._addresses = KnownAddresses()
         self._unheld, self._holders = Counts(0, 0, 0), 0
@@ -109,7 +118,7 @@ class OffloadedStates:
         with contextlib.ExitStack() as stack:  # all of it is done, even if something raises
             stack.callback(self._wraps.undo)
             if not over:
-                for optimizer in list(self._away):
+                for optimizer in list(self._away.values()):
                     stack.callback(self.bring_back, optimizer)
 
     def figures(self) -> list[LeverFigures]:
@@ -123,7 +132,7 @@ class OffloadedStates:
     def unit_begins(self) -> None:
         """Offload states that the script has read since they left."""
         if self.engaged:
-            for optimizer in list(self._there):
+            for optimizer in list(self._there.values()):
                 self.leave(optimizer)
 
     @staticmethod
@@ -146,12 +155,12 @@ class OffloadedStates:
         with self._lock:
             for parameter in list(states_of(optimizer)):
                 self._leave(optimizer, parameter)
-            self._there.discard(optimizer)
+            self._there.pop(id(optimizer), None)
 
     @contextlib.contextmanager
     def during_update(self, optimizer: Any, parameter: torch.Tensor) -> Iterator[None]:
         """Have one parameter's states resident for its update (:func:`update_one`), and offload them after it."""
-        if optimizer in self._away:
+        if id(optimizer) in self._away:
             with self._lock:
                 self._fetch([states_of(optimizer).get(parameter)])
         try:
@@ -163,15 +172,15 @@ class OffloadedStates:
 
     def bring_back_all(self) -> None:
         """Fetch everything that is offloaded: code is about to run that may read states past the property."""
-        for optimizer in list(self._away):
+        for optimizer in list(self._away.values()):
             self.bring_back(optimizer)
 
     def bring_back(self, optimizer: Any) -> None:
         """Fetch all states of an optimizer."""
         with self._lock:
             self._fetch(states_of(optimizer).values())
-            self._away.discard(optimizer)
-            self._there.add(optimizer)
+            self._away.pop(id(optimizer), None)
+            self._there[id(optimizer)] = optimizer
 
     def _fetch(self, dictionaries: Iterable[Any]) -> None:
         found = [
@@ -180,8 +189,7 @@ class OffloadedStates:
         ]
         for state, name, moved in found:
             self._make_room(moved.bytes)
-            with beneath_autograd():
-                state[name] = moved.fetch()
+            state[name] = moved.fetch()
 
     def _leave(self, optimizer: Any, parameter: Any) -> None:
         """Offload one parameter's states."""
@@ -204,22 +212,26 @@ class OffloadedStates:
                 if ticket is not None:
                     state[name] = _Moved(tensor, ticket)
                     self.moved += 1
-                    self._away.add(optimizer)
+                    self._away[id(optimizer)] = optimizer
 
     def _may_leave(self, state: torch.Tensor, counts: Counts) -> bool:
         """Whether only its dictionary holds a state, its storage describes it completely, and nobody has its address."""
-        whole = type(state) is torch.Tensor and is_plain(state) and not state.requires_grad and state.nbytes >= LEAST_BYTES
-        return whole and counts == self._unheld and is_alone(state) and state.untyped_storage() not in self._addresses
+        whole = type(state) is torch.Tensor and is_plain(state) and not (state.requires_grad or state.is_inference())
+        unheld = counts == self._unheld and is_alone(state) and state.untyped_storage() not in self._addresses
+        return whole and unheld and state.nbytes >= LEAST_BYTES
 
     # --- the property in place of ``Optimizer.state`` ------------------------------------------------------------------
 
     def _get(self, optimizer: Any) -> Any:
-        if optimizer in self._away and not is_updating_one(optimizer):
-            self.bring_back(optimizer)
         try:
-            return vars(optimizer)[_ATTRIBUTE]
+            states = vars(optimizer)[_ATTRIBUTE]
         except KeyError:
             raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_ATTRIBUTE!r}") from None
+        if self._away and not is_updating_one(optimizer):
+            for owner in list(self._away.values()):  # usually one; another may have the same dictionary
+                if owner is optimizer or vars(owner).get(_ATTRIBUTE) is states:
+                    self.bring_back(owner)
+        return states
 
     @staticmethod
     def _set(optimizer: Any, states: Any) -> None:

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any, Final, final
 
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import optimizer as optim
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
@@ -270,6 +271,8 @@ class OptimizerInBackward:
             for number, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
                     if not isinstance(p, torch.nn.Parameter) or not p.requires_grad or not p.is_leaf:
+                        continue
+                    if isinstance(p, UninitializedTensorMixin):  # a lazy module's, before its first call
                         continue
                     if id(p) in self._owners:
                         self._against("two optimizers have the same parameter")

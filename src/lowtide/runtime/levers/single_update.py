@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import optimizer as optim
 
 import torch
@@ -40,7 +41,7 @@ _OWN = threading.local()
 
 
 def is_updating_one(optimizer: Any) -> bool:
-    """Whether this thread is in :func:`update_one` of an optimizer, whose code then reads one parameter's states only."""
+    """Whether this is the stand-in of :func:`update_one`, whose code reads one parameter's states only."""
     return getattr(_OWN, "optimizer", None) is optimizer
 
 
@@ -49,15 +50,21 @@ _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
 
 
 def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Run the optimizer's own update of one parameter, which is in ``group``."""
+    """Run the optimizer's own update of one parameter, which is in ``group``.
+
+    Its code runs on a stand-in with the same attributes and states and this one parameter: a signal's handler, or another
+    thread, may look at the optimizer meanwhile.
+    """
     step = bare(type(optimizer).step)  # step hooks belong to the script's own call
-    groups, parameters, outer = optimizer.param_groups, group["params"], getattr(_OWN, "optimizer", None)
-    optimizer.param_groups, group["params"], _OWN.optimizer = [group], [parameter], optimizer
+    alone = object.__new__(type(optimizer))
+    vars(alone).update(vars(optimizer))
+    vars(alone)["param_groups"] = [{**group, "params": [parameter]}]
+    outer, _OWN.optimizer = getattr(_OWN, "optimizer", None), alone
     try:
         with torch.no_grad(), _full_precision(parameter.device.type):
-            step(optimizer)
+            step(alone)
     finally:
-        optimizer.param_groups, group["params"], _OWN.optimizer = groups, parameters, outer
+        _OWN.optimizer = outer
 
 
 def _full_precision(device: str) -> AbstractContextManager[None]:
@@ -66,8 +73,8 @@ def _full_precision(device: str) -> AbstractContextManager[None]:
 
 
 def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
-    return (p for group in optimizer.param_groups for p in group["params"])
+    """All parameters of an optimizer, group by group, but those of lazy modules that have no size yet."""
+    return (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, UninitializedTensorMixin))
 
 
 def scales(optimizer: Any) -> bool:
