@@ -6,6 +6,7 @@ bring back what is offloaded.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,32 @@ def test_a_compiled_step_reads_what_is_offloaded(form: Callable[..., Callable[[]
         moved = {x.name for x in run.outcome.levers if x.used}
     assert ("move-gradients" in moved) is (form is not with_the_backward)
     assert ours == plain
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_step_that_was_compiled_before_the_budget_computes_what_it_computes_without(lever: str) -> None:
+    """Its arithmetic is Inductor's. Parameters used to be updated one by one before it, by torch's own."""
+
+    def train(how: Any) -> list[bytes]:
+        torch._dynamo.reset()
+        zoo.seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+        compiled = torch.compile(optimizer.step)
+
+        def step() -> None:
+            model(torch.randn(8, 64)).square().mean().backward()
+            compiled()
+            optimizer.zero_grad()
+
+        step()
+        with how:
+            for _ in range(3):
+                step()
+        return [zoo.bits(p) for p in model.parameters()]
+
+    assert train(lowtide.budget(None, allow=lever)) == train(contextlib.nullcontext())
 
 
 def test_dynamo_is_as_before_after_a_budget() -> None:

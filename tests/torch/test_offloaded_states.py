@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -680,3 +681,52 @@ def test_optimizers_that_compare_as_equal_are_not_confused() -> None:
     plain = train()
     with lowtide.budget(None, allow=LEVER):
         assert train() == plain
+
+
+def test_what_comes_back_as_a_budget_ends_is_no_part_of_the_last_step() -> None:
+    """All states are resident again after the block, which no step is to be blamed for."""
+    with lowtide.budget(live_now() + WEIGHTS + WEIGHTS * 5 // 6 + SPARE) as run:
+        _wide(6, [])
+        optimizers = [o for o in gc.get_objects() if isinstance(o, torch.optim.Adam)]
+    assert not any(_away(o) for o in optimizers)
+    assert run.outcome.held
+    assert run.outcome.steps[-1].peak_bytes == run.outcome.steps[-2].peak_bytes
+
+
+def test_a_step_after_one_in_which_states_were_saved_is_within_the_budget() -> None:
+    """Saving needs all of them at once; they leave before the next step begins."""
+    zoo.seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters())
+    budget = live_now() + WEIGHTS + SPARE
+    with lowtide.budget(budget) as run:
+        for i in range(8):
+            _step_on(model, optimizer)
+            if i == 4:
+                assert len(_saved(optimizer)) > 2 * WEIGHTS
+    over = [step.index for step in run.outcome.steps if step.peak_bytes > budget]
+    assert [i for i in over if i >= run.outcome.excused] == [4]
+
+
+def _step_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(16, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_states_that_cannot_leave_do_not_delay_a_refusal() -> None:
+    """They are in dictionaries of another type, which stay as they are; the third step at the latest is refused."""
+    from collections import OrderedDict
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters())
+    done = 0
+    with pytest.raises(lowtide.BudgetError), lowtide.budget(live_now() + 5 * WEIGHTS // 2):
+        for _ in range(6):
+            model(torch.randn(16, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, state in list(optimizer.state.items()):
+                optimizer.state[p] = OrderedDict(state)
+            done += 1
+    assert done <= 3

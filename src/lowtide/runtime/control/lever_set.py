@@ -126,9 +126,9 @@ class LeverSet:
         """An optimizer's step begins, with a closure or without."""
         self.updates.begins(optimizer, closure=closure)
 
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer's step returned."""
-        self.updates.ends(optimizer)
+    def optimizer_ends(self, optimizer: Any, *, within_backward: bool) -> None:
+        """An optimizer's step returned; ``within_backward``: it was a hook's."""
+        self.updates.ends(optimizer, within_backward=within_backward)
 
     def bring_back_all(self) -> None:
         """Fetch everything that is offloaded: code is about to run that may read it past the properties in its place."""

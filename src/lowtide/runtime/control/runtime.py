@@ -182,6 +182,7 @@ class Runtime:
             return
         if self.unit is not None:
             self._end_unit()
+        self._close_last_step()  # what comes back from now on is no part of it
         if not over:
             self.interception.hold_everything()
         self._active = False
@@ -191,15 +192,17 @@ class Runtime:
         self.clock.remove()
         self.patches.remove()
         self.asides.remove()
+        self.budget.lift()
+        self.interception.meter.close()
+        if not over:
+            self.levers.in_backward.check_left()
+
+    def _close_last_step(self) -> None:
         step = self.audit.running
         if step.units and not self.clock.optimizers_seen:
             step.done = True
         if step.done or step.trains or (step.units and not self.audit.steps):  # otherwise it had no backward
             self._close_step()
-        self.budget.lift()
-        self.interception.meter.close()
-        if not over:
-            self.levers.in_backward.check_left()
 
     @property
     def plan(self) -> Plan | None:
@@ -533,7 +536,7 @@ class Runtime:
         self.knowledge.persistent.optimizers.add(optimizer)
         self.audit.running.done |= self._rounds.stepped(optimizer) > 0
         self.levers.in_backward.optimizer_ends(optimizer)
-        self.levers.optimizer_ends(optimizer)
+        self.levers.optimizer_ends(optimizer, within_backward=self.clock.phase is Phase.BACKWARD)
         if self.clock.phase is Phase.BACKWARD:
             return
         interception, unit = self.interception, self.unit
@@ -553,6 +556,7 @@ class Runtime:
     # --- units -------------------------------------------------------------------------------------------------------
 
     def _begin_unit(self, kind: UnitSignature) -> None:
+        self.levers.unit_begins()
         highest = self.audit.end_span()
         if not self._former.units:
             self.audit.setup_ends()
@@ -580,7 +584,6 @@ class Runtime:
         interception.meter.reset_op_peak()
         gradients = self.knowledge.persistent.gradient_bytes()
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
-        self.levers.unit_begins()
         chosen = self.choice.choose(unit)
         if isinstance(chosen, MoveStates):
             self.unit = unit = self._move_states_before(unit)

@@ -65,6 +65,30 @@ class _Moved:
 
 
 @final
+class _Optimizers:
+    """A set of optimizers, held weakly and told apart by identity; a signal's handler may change it at any moment."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, optimizer: Any) -> bool:
+        known = self._known.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([optimizer for known in tuple(self._known.values()) if (optimizer := known()) is not None])
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def add(self, optimizer: Any) -> None:
+        self._known[id(optimizer)] = weakref.ref(optimizer)
+
+    def discard(self, optimizer: Any) -> None:
+        self._known.pop(id(optimizer), None)
+
+
+@final
 class OffloadedStates:
     """The memory optimization, for all optimizers of a process.
 
@@ -86,10 +110,8 @@ class OffloadedStates:
         self.moved = 0
         self._put, self._make_room = put, make_room
         self._wraps = Wraps()
-        self._away: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Optimizers that may have states offloaded, by id: the script's own may compare as equal."""
-        self._there: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Optimizers whose states were all brought back since they last left."""
+        self._away, self._there, self._stay = _Optimizers(), _Optimizers(), _Optimizers()
+        """Optimizers that may have states offloaded, whose states were all brought back since, and whose states stay."""
         self._addresses = KnownAddresses()
         self._unheld, self._holders = Counts(0, 0, 0), 0
         self._lock = threading.RLock()
@@ -118,7 +140,7 @@ class OffloadedStates:
         with contextlib.ExitStack() as stack:  # all of it is done, even if something raises
             stack.callback(self._wraps.undo)
             if not over:
-                for optimizer in list(self._away.values()):
+                for optimizer in self._away:
                     stack.callback(self.bring_back, optimizer)
 
     def figures(self) -> list[LeverFigures]:
@@ -132,13 +154,13 @@ class OffloadedStates:
     def unit_begins(self) -> None:
         """Offload states that the script has read since they left."""
         if self.engaged:
-            for optimizer in list(self._there.values()):
+            for optimizer in self._there:
                 self.leave(optimizer)
 
     @staticmethod
     def movable_bytes(optimizers: Iterable[Any]) -> int:
         """Bytes of the resident states that are large enough to be offloaded, of some optimizers; those held are included."""
-        states = (t for o in optimizers for state in states_of(o).values() if isinstance(state, dict) for t in state.values())
+        states = (t for o in optimizers for state in states_of(o).values() if type(state) is dict for t in state.values())
         return sum(t.nbytes for t in states if type(t) is torch.Tensor and is_plain(t) and t.nbytes >= LEAST_BYTES)
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -155,12 +177,17 @@ class OffloadedStates:
         with self._lock:
             for parameter in list(states_of(optimizer)):
                 self._leave(optimizer, parameter)
-            self._there.pop(id(optimizer), None)
+            self._there.discard(optimizer)
+
+    def stays(self, optimizer: Any) -> None:
+        """An optimizer steps in compiled code, which is specialized to its states: they are resident from now on."""
+        self._stay.add(optimizer)
+        self.bring_back(optimizer)
 
     @contextlib.contextmanager
     def during_update(self, optimizer: Any, parameter: torch.Tensor) -> Iterator[None]:
         """Have one parameter's states resident for its update (:func:`update_one`), and offload them after it."""
-        if id(optimizer) in self._away:
+        if optimizer in self._away:
             with self._lock:
                 self._fetch([states_of(optimizer).get(parameter)])
         try:
@@ -172,15 +199,15 @@ class OffloadedStates:
 
     def bring_back_all(self) -> None:
         """Fetch everything that is offloaded: code is about to run that may read states past the property."""
-        for optimizer in list(self._away.values()):
+        for optimizer in self._away:
             self.bring_back(optimizer)
 
     def bring_back(self, optimizer: Any) -> None:
         """Fetch all states of an optimizer."""
         with self._lock:
             self._fetch(states_of(optimizer).values())
-            self._away.pop(id(optimizer), None)
-            self._there[id(optimizer)] = optimizer
+            self._away.discard(optimizer)
+            self._there.add(optimizer)
 
     def _fetch(self, dictionaries: Iterable[Any]) -> None:
         found = [
@@ -193,7 +220,7 @@ class OffloadedStates:
 
     def _leave(self, optimizer: Any, parameter: Any) -> None:
         """Offload one parameter's states."""
-        if in_process_group():
+        if in_process_group() or optimizer in self._stay:
             return
         states = states_of(optimizer)
         state = states.get(parameter)
@@ -212,7 +239,7 @@ class OffloadedStates:
                 if ticket is not None:
                     state[name] = _Moved(tensor, ticket)
                     self.moved += 1
-                    self._away[id(optimizer)] = optimizer
+                    self._away.add(optimizer)
 
     def _may_leave(self, state: torch.Tensor, counts: Counts) -> bool:
         """Whether only its dictionary holds a state, its storage describes it completely, and nobody has its address."""
@@ -228,7 +255,7 @@ class OffloadedStates:
         except KeyError:
             raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_ATTRIBUTE!r}") from None
         if self._away and not is_updating_one(optimizer):
-            for owner in list(self._away.values()):  # usually one; another may have the same dictionary
+            for owner in self._away:  # usually one; another may have the same dictionary
                 if owner is optimizer or vars(owner).get(_ATTRIBUTE) is states:
                     self.bring_back(owner)
         return states

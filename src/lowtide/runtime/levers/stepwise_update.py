@@ -14,6 +14,7 @@ from lowtide.runtime.levers.offloaded_states import OffloadedStates
 from lowtide.runtime.levers.single_update import overlap, parameters_of, scales, unfit, update_one
 from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.tensors import GRAD
+from lowtide.runtime.torch_state import is_compiled_here
 
 
 @final
@@ -23,6 +24,7 @@ class StepwiseUpdate:
     def __init__(self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns) -> None:
         """Share what is offloaded; ``stand_ins`` tells what updates do."""
         self._gradients, self._states, self._stand_ins = gradients, states, stand_ins
+        self._begun: set[int] = set()
 
     def begins(self, optimizer: Any, *, closure: bool) -> None:
         """The script calls an optimizer's step: update the parameters whose gradients are offloaded, one by one.
@@ -34,7 +36,12 @@ class StepwiseUpdate:
             closure: whether the step was given a closure, which may compute other gradients first.
         """
         gradients = self._gradients
+        self._begun.add(id(optimizer))
         gradients.early.is_over()
+        if is_compiled_here():  # the step's own arithmetic is the compiler's
+            gradients.bring_back_all()
+            self._states.stays(optimizer)
+            return
         if not gradients.engaged or closure or unfit(optimizer) or scales(optimizer):
             return
         together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer)
@@ -55,9 +62,17 @@ class StepwiseUpdate:
             if grad is not None and self._stand_ins.writes_gradient(optimizer, group, parameter):
                 gradients.written(parameter, grad)
 
-    def ends(self, optimizer: Any) -> None:
-        """The step returned; it skipped the parameters that :meth:`begins` had updated."""
+    def ends(self, optimizer: Any, *, within_backward: bool) -> None:
+        """The step returned; it skipped the parameters that :meth:`begins` had updated.
+
+        Args:
+            optimizer: the optimizer.
+            within_backward: whether it stepped in a hook of a backward, where :meth:`begins` is not called.
+        """
         self._gradients.early.returned(optimizer)
+        if id(optimizer) not in self._begun and not within_backward:  # it was not seen to begin: it steps in compiled code
+            self._states.stays(optimizer)
+        self._begun.discard(id(optimizer))
         self._states.optimizer_ends(optimizer)
 
     def _update_resident(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
