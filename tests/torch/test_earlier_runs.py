@@ -430,11 +430,31 @@ def test_scripts_that_ran_longest_ago_are_forgotten(tmp_path: Path, monkeypatch:
     """So the cache does not grow for ever."""
     monkeypatch.setattr(earlier_runs, "_SCRIPTS", 2)
     reference = plain_of(blocks, STEPS)
-    for number, name in enumerate("abc"):
+    names = [digit * 32 for digit in "abc"]
+    for number, name in enumerate(names):
         under(blocks, tmp_path / name, above_of(reference, 0.7))
         earlier_runs.os.utime(tmp_path / name, (number, number))
-    under(blocks, tmp_path / "c", above_of(reference, 0.7))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "c"]
+    under(blocks, tmp_path / names[2], above_of(reference, 0.7))
+    assert sorted(p.name for p in tmp_path.iterdir()) == names[1:]
+
+
+def test_nothing_but_its_own_files_is_ever_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be one of the user's: entries by other names stay, and a folder with others' files in it, too."""
+    monkeypatch.setattr(earlier_runs, "_SCRIPTS", 0)
+    monkeypatch.setattr(earlier_runs, "_FILES", 0)
+    old, partial = tmp_path / ("a" * 32), f"{'b' * 32}.17.partial"
+    for folder in (tmp_path / "thesis", old):
+        folder.mkdir()
+        (folder / "chapter.tex").write_text("")
+    (old / ("c" * 32)).write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    mine = tmp_path / ("d" * 32)
+    mine.mkdir()
+    (mine / partial).write_text("")
+    (mine / "data.csv").write_text("")
+    under(blocks, mine, above_of(plain_of(blocks, STEPS), 0.7))
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert left == [f"{old.name}/chapter.tex", f"{mine.name}/data.csv", "notes.txt", "thesis/chapter.tex"]
 
 
 def test_seconds_are_kept_as_they_were_measured_last(tmp_path: Path) -> None:

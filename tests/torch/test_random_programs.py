@@ -170,7 +170,7 @@ def test_a_second_run_keeps_its_bits_by_what_the_first_one_recorded(
     drawn = program if route == "all" else replace(program, route=route)
     with tempfile.TemporaryDirectory() as folder:
         for share in (first, second):
-            with remembering(Path(folder)):
+            with remembering(Path(folder) / "kept"):
                 holds(drawn, share, offload=True)
 
 

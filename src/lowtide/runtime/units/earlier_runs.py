@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import platform
-import shutil
+import re
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +37,9 @@ PLACE: Final = "LOWTIDE_CACHE"
 _OFF: Final = "off"
 _SCRIPTS: Final = 64
 """Scripts whose recordings are kept; those that ran longest ago are removed first."""
+_DIGITS: Final = 32
+_OURS: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(\.\d+\.partial)?")
+"""Names of the files and folders here; a killed process may leave a partial file."""
 _FILES: Final = 64
 """Recordings of one script that are kept."""
 _KINDS: Final = 1024
@@ -189,7 +192,7 @@ def cache_folder() -> Path | None:
 
 
 def _digest(about: object) -> str:
-    return hashlib.sha256(repr(about).encode(errors="surrogateescape")).hexdigest()[:32]
+    return hashlib.sha256(repr(about).encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...] | None:
@@ -263,7 +266,18 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _prune(folder: Path, most: int) -> None:
-    """Remove what was written longest ago of a folder's entries, if there are more than ``most``."""
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    for entry in entries[most:]:
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    """Remove what was written longest ago of a folder's entries, if there are more than ``most``.
+
+    Only files and folders are touched whose names are those that are given here: the folder may be anywhere, even one of the
+    user's with other things in it.
+    """
+    ours = [entry for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
+    for entry in sorted(ours, key=lambda entry: entry.stat().st_mtime, reverse=True)[most:]:
+        if not entry.is_dir():
+            entry.unlink()
+            continue
+        for file in entry.iterdir():
+            if _OURS.fullmatch(file.name) and not file.is_dir():
+                file.unlink()
+        with contextlib.suppress(OSError):  # something else is in it
+            entry.rmdir()
