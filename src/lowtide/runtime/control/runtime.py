@@ -606,8 +606,12 @@ class Runtime:
         self._starts.run(unit, chosen)
 
     def _move_gradients(self) -> None:
-        """Offload gradients from now on; how high evaluations peaked beside resident ones says nothing of later ones."""
+        """Offload gradients from now on."""
         self.levers.move_gradients()
+        self._peaks_fall()
+
+    def _peaks_fall(self) -> None:
+        """What was seen of peaks before a lever was engaged says nothing of later ones."""
         self.evaluations.forget()
         if self.audit.trained < REFUSED:
             self.excused = len(self.audit.steps)
@@ -615,12 +619,10 @@ class Runtime:
     def _move_states_before(self, unit: Unit) -> Unit:
         """Offload optimizer states, and gradients, from a unit on that begins; returns the unit on its new base."""
         if not self.levers.takes_gradients:
-            self._move_gradients()
+            self.levers.move_gradients()
         self.levers.move_states()
-        self.evaluations.forget()
+        self._peaks_fall()
         self.audit.gradients_leave(whole=True)
-        if self.audit.trained < REFUSED:
-            self.excused = len(self.audit.steps)
         kind = replace(unit.kind, engaged=True)
         if self.audit.running.units == 1:
             self.audit.begins_anew()
