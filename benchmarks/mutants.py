@@ -67,10 +67,10 @@ PACKAGES = {
         "torch/test_settings.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
     )),
     "levers": Package((
-        "runtime/levers/offloaded_gradients.py", "runtime/levers/deferred_logits.py",
+        "runtime/updates/offloaded_gradients.py", "runtime/levers/deferred_logits.py",
         "runtime/levers/chunked_cross_entropy.py", "runtime/micro_batch.py", "runtime/levers/split_layers.py",
-        "runtime/levers/split_backward.py", "runtime/levers/single_update.py", "runtime/levers/sliced_optimizer.py",
-        "runtime/levers/optimizer_in_backward.py",
+        "runtime/levers/split_backward.py", "runtime/updates/single_update.py", "runtime/updates/sliced_optimizer.py",
+        "runtime/updates/optimizer_in_backward.py",
     ), (
         "torch/test_micro_batches.py", "torch/test_chunked_loss.py", "torch/test_split_ops.py",
         "torch/test_split_backwards.py", "torch/test_planned_levers.py", "torch/test_levers.py",

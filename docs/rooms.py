@@ -26,8 +26,8 @@ TORCH_FREE: Final = (
 """Packages in which torch is not even named; ``""`` is the package itself."""
 
 RUNTIME: Final = (
-    "runtime", "runtime.device", "runtime.storage", "runtime.intercept", "runtime.levers", "runtime.replay", "runtime.online",
-    "runtime.record", "runtime.planned", "runtime.units", "runtime.control", "runtime.agent",
+    "runtime", "runtime.device", "runtime.storage", "runtime.intercept", "runtime.updates", "runtime.levers", "runtime.replay",
+    "runtime.online", "runtime.record", "runtime.planned", "runtime.units", "runtime.control", "runtime.agent",
 )
 """Packages whose modules may import torch when they are loaded."""
 

@@ -23,9 +23,9 @@ from harness import above_of, budgeted, heap, kept, plain_of
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.device.file_tier import FileTier
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
-from lowtide.runtime.levers.single_update import KNOWN
-from lowtide.runtime.levers.stand_in import StandIns
+from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.updates.single_update import KNOWN
+from lowtide.runtime.updates.stand_in import StandIns
 from lowtide.runtime.storage.views import bytes_of
 from torch import nn
 

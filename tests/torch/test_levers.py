@@ -18,7 +18,7 @@ import torch
 import zoo
 from harness import heap, live_now, trained_under
 from lowtide.base.errors import LeverError
-from lowtide.runtime.levers import optimizer_in_backward
+from lowtide.runtime.updates import optimizer_in_backward
 from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.nn import functional as F

@@ -18,7 +18,7 @@ import torch
 import zoo
 from harness import heap, live_now
 from lowtide.base.errors import UsageError
-from lowtide.runtime.levers import offloaded_states
+from lowtide.runtime.updates import offloaded_states
 from test_levers import BODIES, MORE
 from torch import nn
 

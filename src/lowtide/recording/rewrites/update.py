@@ -1,6 +1,6 @@
 """Models the update in the backward on a recorded graph: whether it is possible, and the operators' new order.
 
-Whether a script allows the lever is determined while it runs (``runtime/levers/optimizer_in_backward``). Here it is inferred
+Whether a script allows the lever is determined while it runs (``runtime/updates/optimizer_in_backward``). Here it is inferred
 from the recorded operators, so anything that leaves no operator (a hook, a changed learning rate, several processes) goes
 unnoticed.
 """

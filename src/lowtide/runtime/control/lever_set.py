@@ -16,20 +16,20 @@ from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
-from lowtide.runtime.levers.clipped_gradients import ClippedGradients
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
-from lowtide.runtime.levers.offloaded_states import OffloadedStates
-from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
-from lowtide.runtime.levers.single_update import parameters_of, scales, unfit
-from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
-from lowtide.runtime.levers.stand_in import StandIns
-from lowtide.runtime.levers.stepwise_update import StepwiseUpdate
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
 from lowtide.runtime.tensors import grad_of, states_of
 from lowtide.runtime.torch_state import in_process_group
+from lowtide.runtime.updates.clipped_gradients import ClippedGradients
+from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.updates.offloaded_states import OffloadedStates
+from lowtide.runtime.updates.optimizer_in_backward import OptimizerInBackward
+from lowtide.runtime.updates.single_update import parameters_of, scales, unfit
+from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES, SlicedOptimizer
+from lowtide.runtime.updates.stand_in import StandIns
+from lowtide.runtime.updates.stepwise_update import StepwiseUpdate
 
 
 @final

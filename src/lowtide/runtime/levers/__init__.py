@@ -1,1 +1,1 @@
-"""Memory optimizations ("levers"): changes of how a step runs that lower its peak."""
+"""Memory optimizations ("levers") of the loss and of layers: they run an operator in pieces, or not at all."""

@@ -3,7 +3,7 @@
 This memory optimization is engaged automatically if no plan holds the budget without it. When autograd has accumulated a
 parameter's gradient, its bytes are offloaded and ``parameter.grad`` is left empty. Reading ``parameter.grad`` fetches the
 gradient, bit for bit, so no script can break because of it. The bytes matter in the optimizer's step: it runs one parameter at
-a time (:mod:`lowtide.runtime.levers.stepwise_update`), and each gradient is resident only for its own update.
+a time (:mod:`lowtide.runtime.updates.stepwise_update`), and each gradient is resident only for its own update.
 
 A property in place of ``Parameter.grad`` catches readers in Python. In C++ only autograd's ``AccumulateGrad`` reads it
 (``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient to be added to an offloaded one is added here.
@@ -25,8 +25,14 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.device.offload import Ticket
-from lowtide.runtime.levers.early_update import EarlyUpdate
-from lowtide.runtime.levers.gradient_access import (
+from lowtide.runtime.monkeypatch import Wraps, unwrapped
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.arguments import PLAIN_TYPES
+from lowtide.runtime.storage.views import Meta, meta_of, view_on
+from lowtide.runtime.tensors import GRAD, beneath_autograd, is_plain
+from lowtide.runtime.torch_state import in_process_group
+from lowtide.runtime.updates.early_update import EarlyUpdate
+from lowtide.runtime.updates.gradient_access import (
     Counts,
     KnownAddresses,
     is_alone,
@@ -34,13 +40,7 @@ from lowtide.runtime.levers.gradient_access import (
     references,
     references_of_unheld,
 )
-from lowtide.runtime.levers.single_update import parameters_of, unfit
-from lowtide.runtime.monkeypatch import Wraps, unwrapped
-from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.arguments import PLAIN_TYPES
-from lowtide.runtime.storage.views import Meta, meta_of, view_on
-from lowtide.runtime.tensors import GRAD, beneath_autograd, is_plain
-from lowtide.runtime.torch_state import in_process_group
+from lowtide.runtime.updates.single_update import parameters_of, unfit
 
 LEAST_BYTES: Final = 4096
 """Smaller gradients stay resident: offloading them would cost more than it frees."""

@@ -8,9 +8,9 @@ from types import CodeType, FrameType
 from typing import Any, final
 
 import torch
-from lowtide.runtime.levers.gradient_access import put_gradient
-from lowtide.runtime.levers.single_update import bare, in_order
 from lowtide.runtime.tensors import states_of
+from lowtide.runtime.updates.gradient_access import put_gradient
+from lowtide.runtime.updates.single_update import bare, in_order
 
 
 @final

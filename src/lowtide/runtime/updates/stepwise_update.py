@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
-from lowtide.runtime.levers.offloaded_states import OffloadedStates
-from lowtide.runtime.levers.single_update import overlap, parameters_of, scales, unfit, update_one
-from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.tensors import GRAD
 from lowtide.runtime.torch_state import is_compiled_here
+from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.updates.offloaded_states import OffloadedStates
+from lowtide.runtime.updates.single_update import overlap, parameters_of, scales, unfit, update_one
+from lowtide.runtime.updates.stand_in import StandIns
 
 
 @final

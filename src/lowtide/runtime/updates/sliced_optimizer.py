@@ -13,10 +13,10 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.base.lever_catalogue import SLICES
-from lowtide.runtime.levers.single_update import overlap
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
+from lowtide.runtime.updates.single_update import overlap
 
 _KINDS: Final = ("sgd", "adam", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 

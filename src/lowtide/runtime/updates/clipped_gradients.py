@@ -19,9 +19,9 @@ from torch.nn.utils import clip_grad
 from torch.utils._foreach_utils import _has_foreach_support
 
 import torch
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
-from lowtide.runtime.levers.single_update import parameters_of
 from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.updates.single_update import parameters_of
 
 _SCALE: Final = "_clip_grads_with_norm_"
 _UNSCALE: Final = "_unscale_grads_"

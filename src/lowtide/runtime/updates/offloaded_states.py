@@ -2,7 +2,7 @@
 
 Adam's two moments take twice the bytes of the parameters, from the first update on, and are used only in the optimizer's step.
 With this memory optimization they are on the offload tier for the rest of the time. The step updates one parameter at a time
-(:mod:`lowtide.runtime.levers.offloaded_gradients`), and only that parameter's states are resident then. An optimizer whose
+(:mod:`lowtide.runtime.updates.offloaded_gradients`), and only that parameter's states are resident then. An optimizer whose
 parameters cannot be updated one by one gets all its states back for its step, so that they are away only in the forward and
 the backward.
 
@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 import torch
 from lowtide.base.lever_catalogue import STATES
 from lowtide.runtime.device.offload import Ticket
-from lowtide.runtime.levers.gradient_access import Counts, KnownAddresses, is_alone, references
-from lowtide.runtime.levers.single_update import is_updating_one
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import Meta, meta_of, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
 from lowtide.runtime.torch_state import in_process_group
+from lowtide.runtime.updates.gradient_access import Counts, KnownAddresses, is_alone, references
+from lowtide.runtime.updates.single_update import is_updating_one
 
 LEAST_BYTES: Final = 4096
 """Smaller states (step counts, scalars) stay resident."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
-from lowtide.runtime.levers.single_update import update_one
 from lowtide.runtime.storage.views import bytes_of
 from lowtide.runtime.tensors import beneath_autograd, grad_of, states_of
+from lowtide.runtime.updates.single_update import update_one
 
 STAND_IN: Final = 3
 """Elements of the stand-in."""

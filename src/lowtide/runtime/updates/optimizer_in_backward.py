@@ -3,10 +3,10 @@
 This is exact only if nothing reads or changes the gradients or the parameters between the backward and the optimizer's step.
 So it acts only if the user asks for it by name, and it watches the script for as long as it runs: a script that does such a
 thing gets a :class:`LeverError` before anything wrong is computed, because a consumed gradient cannot be restored.
-(:mod:`lowtide.runtime.levers.offloaded_gradients` is the memory optimization that a budget may engage automatically: it keeps
+(:mod:`lowtide.runtime.updates.offloaded_gradients` is the memory optimization that a budget may engage automatically: it keeps
 gradients readable.)
 
-The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.runtime.levers.single_update`).
+The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.runtime.updates.single_update`).
 
 One module, and a class of many fields: whether a gradient may be consumed depends on everything that was seen of its parameter
 since the last step, and each event of the script changes part of that.
@@ -35,13 +35,13 @@ from lowtide.base.messages import tell
 from lowtide.base.package import PACKAGE
 from lowtide.base.trace import Phase
 from lowtide.runtime.intercept.dispatch_mode import Mode
-from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.views import sole_owner
 from lowtide.runtime.tensors import GRAD, grad_of, is_plain, on_storage, storages_of
 from lowtide.runtime.torch_state import in_process_group
+from lowtide.runtime.updates.single_update import in_order, parameters_of, unfit, update_one
 
 SHARED: Final = "something else (a NumPy array, a view) shares a parameter's memory when the optimizer is created"
 

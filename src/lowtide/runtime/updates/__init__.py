@@ -1,0 +1,1 @@
+"""Memory optimizations of gradients, optimizer states and the optimizer's update."""
