@@ -46,6 +46,7 @@ def _train(clip: Callable[[nn.Module], Any], *, mixed: bool = False, scale: floa
     return [*bits, *(zoo.bits(p) for p in model.parameters())]
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("lever", ["move-gradients", "move-states"])
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 1, "inf", 3.5])
@@ -76,6 +77,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_to_clip_gives_the_same_bits(call: str, mixed: bool) -> None:  # noqa: FBT001
@@ -104,6 +106,7 @@ def test_no_more_than_two_gradients_are_resident(clip: Callable[[nn.Module], Any
         assert len(norms) == 2 * LAYERS
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("too_large", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_unscaled_gradients_have_the_same_bits(by_hand: bool, too_large: bool) -> None:  # noqa: FBT001

@@ -245,3 +245,53 @@ def test_a_forked_child_offloads_nothing():
     assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(ticket.fetch()), torch.full((size,), 7, dtype=torch.uint8))
     for end in (go_read, go_write, told_read, told_write):
         os.close(end)
+
+
+def test_a_place_is_written_and_read_slice_by_slice():
+    tier = file_tier.FileTier()
+    source = torch.arange(100, dtype=torch.uint8)
+    ticket = tier.empty(100)
+    ticket.write(40, source[40:])
+    ticket.write(0, source[:40])
+    back = torch.empty(30, dtype=torch.uint8)
+    ticket.read(35, back)
+    assert torch.equal(back, source[35:65])
+    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(ticket.fetch()), source)
+
+
+def test_a_ticket_that_a_child_may_read_is_copied_before_it_is_overwritten():
+    tier = file_tier.FileTier()
+    source = torch.arange(3 * MIB, dtype=torch.int64)
+    ticket = tier.put(source.untyped_storage())
+    assert ticket.own() is ticket
+    end, other = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(end, 1)
+        os._exit(0)
+    copied = ticket.own()
+    assert copied is not ticket
+    copied.write(8, torch.full((8,), 255, dtype=torch.uint8))
+    assert torch.equal(torch.empty(0, dtype=torch.int64).set_(ticket.fetch()), source)
+    changed = torch.empty(0, dtype=torch.int64).set_(copied.fetch())
+    assert changed[1] == -1
+    assert torch.equal(changed[2:], source[2:])
+    os.write(other, b"!")
+    os.waitpid(child, 0)
+    assert ticket.own() is ticket
+    for number in (end, other):
+        os.close(number)
+
+
+def test_slices_that_follow_are_announced_only_in_a_limited_group(monkeypatch):
+    """There they may have left the page cache."""
+    told = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, what: told.append((at, size, what)))
+    tier = file_tier.FileTier()
+    ticket = tier.empty(100)
+    tier._limited = False
+    ticket.expect(10, 20)
+    assert not told
+    tier._limited = True
+    ticket.expect(10, 20)
+    assert told == [(10, 20, os.POSIX_FADV_WILLNEED)]

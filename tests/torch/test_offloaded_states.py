@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
 import os
@@ -18,6 +19,7 @@ import torch
 import zoo
 from harness import heap, live_now
 from lowtide.base.errors import UsageError
+from lowtide.runtime.device import file_tier
 from lowtide.runtime.updates import offloaded_states
 from test_levers import BODIES, MORE
 from torch import nn
@@ -58,7 +60,7 @@ def _back(model: nn.Module) -> torch.Tensor:
 def _away(optimizer: torch.optim.Optimizer) -> int:
     """How many states are offloaded."""
     states = vars(optimizer)["state"].values()
-    return sum(type(item) is offloaded_states._Moved for state in states for item in state.values())
+    return sum(type(item) is offloaded_states.Moved for state in states for item in state.values())
 
 
 def _saved(optimizer: torch.optim.Optimizer) -> bytes:
@@ -70,6 +72,7 @@ def _saved(optimizer: torch.optim.Optimizer) -> bytes:
 # --- optimizers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_states_are_away_between_updates_and_bits_are_the_same(kind: str) -> None:
     """Of every optimizer of torch, known or not, with a closure or without; a saved state has the baseline's very bytes."""
@@ -123,6 +126,7 @@ def test_memory_is_lower_by_the_states_in_the_forward_and_by_all_but_one_in_the_
 # --- scripts --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("body", [*BODIES, *MORE], ids=lambda b: b.__name__)
 def test_states_are_moved_under_any_script_that_gradients_are_moved_under(body: Callable[..., None]) -> None:
     def train() -> list[bytes]:
@@ -385,6 +389,7 @@ def _frozen(item: Any) -> Any:
     return [_frozen(x) for x in item] if isinstance(item, list) else item
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_a_script_sees_the_states_of_a_plain_run(script: Script) -> None:
     """Whatever it reads, holds, replaces, copies or saves; and when the budget ends, everything is where it was."""
@@ -449,10 +454,11 @@ def test_an_optimizer_of_the_scripts_own_keeps_what_it_shares() -> None:
 
 
 def test_states_stay_where_the_tier_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.runtime.control.lever_set import LeverSet
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
 
     plain = _bits_of_adam()
-    monkeypatch.setattr(LeverSet, "_put", lambda *_: None)
+    monkeypatch.setattr(file_tier.FileTier, "_extend", full)
     with lowtide.budget(None, allow=LEVER) as run:
         assert _bits_of_adam() == plain
         assert LEVER not in [x.name for x in run.outcome.levers]
@@ -633,6 +639,7 @@ def steps_in_inference_mode(model: nn.Module, optimizer: Any) -> Iterator[Any]:
         yield [s["exp_avg"].is_inference() for s in optimizer.state.values()]
 
 
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("script", [
     copies_its_attributes, shares_its_attributes, is_interrupted_by_a_signal, unscales_through_a_wrapper,
     has_a_lazy_layer_that_is_not_used, steps_in_inference_mode,

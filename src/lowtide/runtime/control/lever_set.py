@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -28,6 +29,7 @@ from lowtide.runtime.updates.offloaded_states import OffloadedStates
 from lowtide.runtime.updates.optimizer_in_backward import OptimizerInBackward
 from lowtide.runtime.updates.single_update import parameters_of, scales, unfit
 from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES, SlicedOptimizer
+from lowtide.runtime.updates.sliced_update import SlicedUpdate
 from lowtide.runtime.updates.stand_in import StandIns
 from lowtide.runtime.updates.stepwise_update import StepwiseUpdate
 
@@ -67,8 +69,12 @@ class LeverSet:
         self.states = OffloadedStates(self._put, interception.evictor.room_for)
         self.gradients = OffloadedGradients(self._put, interception.evictor.room_for)
         self._stand_ins = StandIns(self.gradients.is_away)
-        self.clipping = ClippedGradients(self.gradients)
-        self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins)
+        sliced = SlicedUpdate(
+            self.gradients, self.states, self._stand_ins, self._movable_tier, interception.evictor.room_for, self._transferred,
+            self._unseen,
+        )
+        self.clipping = ClippedGradients(self.gradients, sliced)
+        self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins, sliced)
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
@@ -241,6 +247,22 @@ class LeverSet:
         evictor.tally.offload_seconds += time.perf_counter() - start
         evictor.tally.offloaded_bytes += storage.nbytes()
         return ticket
+
+    def _movable_tier(self) -> object:
+        """The offload tier; None if nothing may be offloaded."""
+        return self._interception.tier if self._interception.evictor.moves else None
+
+    def _unseen(self) -> AbstractContextManager[object]:
+        """A context in which operators pass by Lowtide's mode, if they are counted without it and no other mode is on."""
+        modes: int = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
+        unseen = modes == 1 and not self._interception.stack.mode_covered() and self._interception.meter.exact
+        return torch._C._DisableTorchDispatch() if unseen else nullcontext()  # type: ignore[attr-defined]
+
+    def _transferred(self, seconds: float, written_bytes: int) -> None:
+        """A slice was read or written."""
+        tally = self._interception.evictor.tally
+        tally.offload_seconds += seconds
+        tally.offloaded_bytes += written_bytes
 
     def _room(self) -> int | None:
         """Bytes left below the budget; None if there is no budget."""

@@ -21,12 +21,14 @@ from lowtide.base.messages import tell
 from lowtide.planning.unit.problem import Bandwidth
 from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.available_memory import groups, is_in_memory
-from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest, flat
+from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, SlicedTicket, Ticket, fastest, flat
 
 _SEGMENT_BYTES: Final = 64 << 20
 """The file grows by at least this much at a time, if the disk has that much room."""
 _PIECE_BYTES: Final = 16 << 20
 """Values are copied in pieces of this size; in a control group, the write-back of each begins before the next is copied."""
+_COPIED_BYTES: Final = 1 << 20
+"""Places are copied within the file in pieces of this size."""
 _ALIGNED_BYTES: Final = 64
 """Places start at cache lines, like torch's own blocks."""
 _CLASS_BITS: Final = 4
@@ -104,40 +106,69 @@ class FileTier:
         size = storage.nbytes()
         place = self._place(size)
         try:
-            source: int = torch._C._data_address(flat(storage))  # type: ignore[attr-defined] # data_ptr() ends a lazy copy
-            self.write(source, size, place)
+            self.write(_address(flat(storage)), size, place)
         except OSError as error:
             self.give_back(place)
             self._tell(error)
             raise
+        return self._ticket(place, size)
+
+    def empty(self, size: int) -> SlicedTicket:
+        """A place for a value of ``size`` bytes, which are undefined until they are written.
+
+        Raises:
+            OSError: if the disk has no room.
+        """
+        if self._is_childs:
+            raise OSError(errno.EROFS, "the file belongs to the parent process")
+        return self._ticket(self._place(size), size)
+
+    def _ticket(self, place: _Place, size: int) -> _FileTicket:
         ticket = _FileTicket(self, place, size)
         self._tickets.add(ticket)
         return ticket
 
-    def write(self, address: int, size: int, place: _Place) -> None:
-        """Copy bytes of the process's memory to a place.
-
-        Raises:
-            OSError: if the disk has no room after all, or fails.
-        """
-        self._copy(write_memory, address, size, place)
-
-    def read(self, address: int, size: int, place: _Place) -> None:
-        """Copy bytes of a place to the process's memory.
+    def copy(self, size: int, source: _Place, target: _Place) -> None:
+        """Copy bytes from one place to another.
 
         Raises:
             OSError: if the disk fails.
         """
-        self._copy(read_memory, address, size, place)
+        piece = ctypes.create_string_buffer(min(size, _COPIED_BYTES))
+        for done in range(0, size, _COPIED_BYTES):
+            part = min(size - done, _COPIED_BYTES)
+            self.read(ctypes.addressof(piece), part, source, done)
+            self.write(ctypes.addressof(piece), part, target, done)
 
-    def _copy(self, copy: Callable[[int, int, int, int], None], address: int, size: int, place: _Place) -> None:
+    def expect(self, place: _Place, at: int, size: int) -> None:
+        """Bytes of a place will be read soon: in a control group with a limit, they may have left the page cache."""
+        if self._limited and self._file is not None:
+            os.posix_fadvise(self._file.fileno(), place.at + at, size, os.POSIX_FADV_WILLNEED)
+
+    def write(self, address: int, size: int, place: _Place, at: int = 0) -> None:
+        """Copy bytes of the process's memory to a place, from its byte ``at`` on.
+
+        Raises:
+            OSError: if the disk has no room after all, or fails.
+        """
+        self._copy(write_memory, address, size, place.at + at)
+
+    def read(self, address: int, size: int, place: _Place, at: int = 0) -> None:
+        """Copy bytes of a place, from its byte ``at`` on, to the process's memory.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        self._copy(read_memory, address, size, place.at + at)
+
+    def _copy(self, copy: Callable[[int, int, int, int], None], address: int, size: int, at: int) -> None:
         for done in range(0, size, _PIECE_BYTES):
             assert self._file is not None
             number = self._file.fileno()
             piece = min(size - done, _PIECE_BYTES)
-            copy(number, address + done, piece, place.at + done)
+            copy(number, address + done, piece, at + done)
             if self._limited:
-                os.posix_fadvise(number, place.at + done, piece, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(number, at + done, piece, os.POSIX_FADV_DONTNEED)
 
     def _place(self, size: int) -> _Place:
         """Unused bytes, ``size`` or a few more. Places that were used before are preferred: they are in the page cache.
@@ -262,6 +293,12 @@ def _folder() -> str | None:
     raise OSError(errno.ENOSPC, f"{default} is a file system in memory: set TMPDIR to a folder on a disk")
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Address of a tensor's bytes; ``data_ptr()`` would end a lazy copy."""
+    storage: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return storage + int(tensor.storage_offset()) * tensor.element_size()
+
+
 @final
 class _Children:
     """The children of one fork, and theirs: none is left once the pipe's other end is closed everywhere."""
@@ -299,6 +336,24 @@ class _FileTicket:
     def fetch(self) -> torch.UntypedStorage:
         begun, self._begun = self._begun, None
         return self._read() if begun is None else begun
+
+    def read(self, at: int, target: torch.Tensor) -> None:
+        self._tier.read(_address(target), target.nbytes, self._place, at)
+
+    def write(self, at: int, source: torch.Tensor) -> None:
+        self._begun = None
+        self._tier.write(_address(source), source.nbytes, self._place, at)
+
+    def expect(self, at: int, size: int) -> None:
+        self._tier.expect(self._place, at, size)
+
+    def own(self) -> SlicedTicket:
+        if all(group.have_ended() for group in self.children):
+            return self
+        copied = self._tier.empty(self._size)
+        assert isinstance(copied, _FileTicket)
+        self._tier.copy(self._size, self._place, copied._place)
+        return copied
 
     def _read(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._size, device=HOST)

@@ -9,7 +9,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final, Protocol, final
+from typing import Final, Protocol, final, runtime_checkable
 
 import torch
 
@@ -27,6 +27,47 @@ class Ticket(Protocol):
 
     def fetch(self) -> torch.UntypedStorage:
         """A new storage on the device with the value's bytes; it completes the copy that :meth:`begin` started, if any."""
+
+
+@runtime_checkable
+class SlicedTicket(Ticket, Protocol):
+    """A ticket whose value can be read and written slice by slice, so that it need not be resident as a whole."""
+
+    def read(self, at: int, target: torch.Tensor) -> None:
+        """Read the value's bytes from byte ``at`` on into a contiguous uint8 tensor on the device.
+
+        Raises:
+            OSError: if the tier fails.
+        """
+
+    def write(self, at: int, source: torch.Tensor) -> None:
+        """Write a contiguous uint8 tensor over the value's bytes from byte ``at`` on.
+
+        Raises:
+            OSError: if the tier fails.
+        """
+
+    def expect(self, at: int, size: int) -> None:
+        """Announce that ``size`` bytes from byte ``at`` on will be read soon."""
+
+    def own(self) -> SlicedTicket:
+        """This ticket if its bytes may be overwritten, or a copy's: a forked child reads what there was when it was forked.
+
+        Raises:
+            OSError: if the tier has no room for a copy.
+        """
+
+
+@runtime_checkable
+class SlicedTier(Protocol):
+    """An offload tier all of whose tickets are sliced ones."""
+
+    def empty(self, size: int) -> SlicedTicket:
+        """A place for a value of ``size`` bytes, which are undefined until they are written.
+
+        Raises:
+            OSError: if the tier has no room.
+        """
 
 
 class OffloadTier(Protocol):

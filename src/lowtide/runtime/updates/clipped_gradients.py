@@ -9,6 +9,7 @@ resident.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
@@ -22,6 +23,7 @@ import torch
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.single_update import parameters_of
+from lowtide.runtime.updates.sliced_update import SlicedUpdate
 
 _SCALE: Final = "_clip_grads_with_norm_"
 _UNSCALE: Final = "_unscale_grads_"
@@ -31,9 +33,9 @@ _UNSCALE: Final = "_unscale_grads_"
 class ClippedGradients:
     """Wraps torch's functions that clip or unscale gradients."""
 
-    def __init__(self, gradients: OffloadedGradients) -> None:
-        """Wrap nothing yet; ``gradients`` knows which are offloaded."""
-        self._gradients = gradients
+    def __init__(self, gradients: OffloadedGradients, slices: SlicedUpdate) -> None:
+        """Wrap nothing yet; ``gradients`` knows which are offloaded, ``slices`` changes them slice by slice."""
+        self._gradients, self._slices = gradients, slices
         self._wraps = Wraps()
 
     def install(self) -> None:
@@ -70,8 +72,9 @@ class ClippedGradients:
             listed = self._listed(parameters)
             if not self._apply(listed):
                 return original(listed, *args, **kwargs)
-            for parameter in listed:
-                original([parameter], *args, **kwargs)
+            with contextlib.closing(self._slices.buffers):
+                for parameter in listed:
+                    self._change(parameter, lambda p: original([p], *args, **kwargs))
             return None
 
         return clip
@@ -83,9 +86,14 @@ class ClippedGradients:
             if not self._apply(listed) or any(self._gradients.kind_of(p) == ("cpu", torch.float16) for p in listed):
                 return original(scaler, optimizer, inverse, found, allow_fp16)
             per_device: dict[torch.device, torch.Tensor] = {}
-            for parameter in listed:
+
+            def unscale_one(parameter: torch.Tensor) -> None:
                 alone = types.SimpleNamespace(param_groups=[{"params": [parameter]}])
-                per_device |= original(scaler, alone, inverse, found, allow_fp16)
+                per_device.update(original(scaler, alone, inverse, found, allow_fp16))
+
+            with contextlib.closing(self._slices.buffers):
+                for parameter in listed:
+                    self._change(parameter, unscale_one)
             return per_device
 
         return unscale
@@ -101,21 +109,27 @@ class ClippedGradients:
                 warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
             if not self._apply(listed):
                 return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.closing(self._slices.buffers):
                 norms = [n for p in listed if (n := self._norm_of(p, float(norm_type), foreach)) is not None]
+                self._slices.buffers.close()
                 total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
                 if error_if_nonfinite and not total.isfinite():  # torch's own call raises the error
                     return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
                 if torch.clamp(float(max_norm) / (total + 1e-6), max=1.0) != 1 or not _keeps_small_numbers():
                     for parameter in listed:
-                        getattr(clip_grad, _SCALE)([parameter], max_norm, total, foreach)
+                        self._change(parameter, lambda p: getattr(clip_grad, _SCALE)([p], max_norm, total, foreach))
             return total
 
         return clip_grad_norm_
 
+    def _change(self, parameter: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
+        """Change one gradient element by element, slice by slice if it is offloaded."""
+        if not self._slices.change_gradient(parameter, change):
+            change(parameter)
+
     def _norm_of(self, parameter: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor | None:
         """The norm of one gradient, as torch takes it; None without a gradient."""
-        grad = self._gradients.peek(parameter)
+        grad = self._gradients.peek(parameter, lambda size: self._slices.buffers.take(0, size))
         if grad is None:
             return None
         if foreach or (foreach is None and _has_foreach_support([grad], grad.device)):

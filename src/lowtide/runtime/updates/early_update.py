@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, final
 
@@ -26,12 +28,19 @@ class EarlyUpdate:
         self._resident: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[Any] = []
         self._thread = 0
+        self._updating = False
         self._code: CodeType | None = None
 
-    def begins(self, optimizer: Any) -> None:
-        """An optimizer's step is about to run in this thread."""
+    @contextlib.contextmanager
+    def begins(self, optimizer: Any) -> Iterator[None]:
+        """An optimizer's step is about to run in this thread; parameters are updated within the context."""
         self._states, self._thread = list(states_of(optimizer)), threading.get_ident()
         self._code = bare(type(optimizer).step).__code__
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
 
     def add(self, parameter: torch.Tensor) -> None:
         """A parameter has been updated: the step must not see its gradient."""
@@ -45,16 +54,20 @@ class EarlyUpdate:
         """Whether a parameter's gradient is hidden from the step, which is running."""
         if id(parameter) not in self._updated:
             return False
-        if self.is_here() and not self._is_running():
+        if self._is_here() and not self._updating and not self._is_running():
             self.is_over()
             return False
         return True
 
+    def is_read_from_outside(self) -> bool:
+        """Whether who reads a gradient is not the step: another thread, or a signal's handler before the step."""
+        return not self._is_here() or self._updating
+
     def resident(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A hidden gradient that is resident, for another thread, which is to see it; None if there is none."""
+        """A hidden gradient that is resident, for whoever is to see it; None if there is none."""
         return next((grad for kept, grad in self._resident if kept is parameter), None)
 
-    def is_here(self) -> bool:
+    def _is_here(self) -> bool:
         """Whether the step runs in this thread."""
         return threading.get_ident() == self._thread
 
@@ -75,4 +88,4 @@ class EarlyUpdate:
         resident, self._resident = self._resident, []
         for parameter, grad in resident:
             put_gradient(parameter, grad)
-        self._updated, self._states, self._thread = set(), [], 0
+        self._updated, self._states, self._thread, self._updating = set(), [], 0, False

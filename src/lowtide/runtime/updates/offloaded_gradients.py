@@ -24,11 +24,11 @@ from torch.optim import optimizer as optim
 
 import torch
 from lowtide.base.lever_catalogue import GRADIENTS
-from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.device.offload import SlicedTicket, Ticket
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
-from lowtide.runtime.storage.views import Meta, meta_of, view_on
+from lowtide.runtime.storage.views import meta_of, view_on
 from lowtide.runtime.tensors import GRAD, beneath_autograd, is_plain
 from lowtide.runtime.torch_state import in_process_group
 from lowtide.runtime.updates.early_update import EarlyUpdate
@@ -40,6 +40,7 @@ from lowtide.runtime.updates.gradient_access import (
     references,
     references_of_unheld,
 )
+from lowtide.runtime.updates.moved_value import MovedValue
 from lowtide.runtime.updates.single_update import parameters_of, unfit
 
 LEAST_BYTES: Final = 4096
@@ -53,15 +54,14 @@ _REDUCED = "gradients stay where several processes train together: their reducer
 
 
 @final
-class _Moved:
+class _Moved(MovedValue):
     """One offloaded gradient."""
 
-    __slots__ = ("meta", "parameter", "ticket")
+    __slots__ = ("parameter",)
 
-    def __init__(self, parameter: torch.Tensor, ticket: Ticket, meta: Meta) -> None:
+    def __init__(self, parameter: torch.Tensor, ticket: Ticket, grad: torch.Tensor) -> None:
+        super().__init__(ticket, meta_of(grad), grad.untyped_storage().nbytes())
         self.parameter = weakref.ref(parameter)
-        self.ticket = ticket
-        self.meta = meta
 
 
 @final
@@ -74,6 +74,7 @@ class OffloadedGradients:
         engaged: whether gradients are offloaded.
         moved: number of gradients offloaded so far.
         early: which parameters were updated just before their optimizer's step, which must not see their gradients.
+        lock: held while gradients leave or come back.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class OffloadedGradients:
         self._exposed: set[int] = set()
         self._addresses = KnownAddresses()
         self._unheld = Counts(0, 0, 0)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class OffloadedGradients:
 
     def unit_begins(self) -> None:
         """Offload the gradients that were fetched: clipping reads all at once, and not every script drops them afterwards."""
-        with self._lock:
+        with self.lock:
             self._forget_dead()
             fetched, self._fetched = self._fetched, {}
             for address, ref in fetched.items():
@@ -162,7 +163,7 @@ class OffloadedGradients:
 
     def bring_back_all(self) -> None:
         """Fetch all gradients; they are offloaded again when the next unit begins."""
-        with self._lock:
+        with self.lock:
             for moved in list(self._away.values()):
                 if (parameter := moved.parameter()) is not None:
                     grad = self._come_back(parameter)
@@ -207,7 +208,7 @@ class OffloadedGradients:
         if in_process_group():
             self._declined = True
             return
-        with self._lock:
+        with self.lock:
             grad: torch.Tensor | None = GRAD.__get__(parameter)
             if grad is None:
                 return
@@ -221,7 +222,7 @@ class OffloadedGradients:
         with beneath_autograd():
             ticket = None if id(parameter) in self._exposed else self._put(grad.untyped_storage())
         if ticket is not None:
-            self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
+            self._away[id(parameter)] = _Moved(parameter, ticket, grad)
             GRAD.__set__(parameter, None)
             self.moved += 1
 
@@ -275,9 +276,7 @@ class OffloadedGradients:
 
     def _bring_back(self, parameter: torch.Tensor) -> torch.Tensor:
         self._make_room(parameter.nbytes)
-        moved = self._away.pop(id(parameter))
-        with beneath_autograd():
-            grad = view_on(moved.ticket.fetch(), moved.meta)
+        grad = self._away.pop(id(parameter)).fetch()
         put_gradient(parameter, grad)
         return grad
 
@@ -290,7 +289,7 @@ class OffloadedGradients:
         return self._bring_back(parameter) if new is None else self._accumulate(parameter, new)
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        with self._lock:
+        with self.lock:
             hidden = self.early.hides(parameter) or self._updating
             if self.is_away(parameter) and not hidden:
                 before = None if self._read is None else self._read()
@@ -300,13 +299,9 @@ class OffloadedGradients:
                 grad = self._come_back(parameter)
                 self._fetched[grad.untyped_storage()._cdata] = self._read
                 return grad
-            if self.is_away(parameter) and not self.early.is_here():  # another thread reads what the step must not see
-                moved = self._away[id(parameter)]
-                with beneath_autograd():
-                    return view_on(moved.ticket.fetch(), moved.meta)
             found: torch.Tensor | None = GRAD.__get__(parameter)
-            if found is None and hidden and not self.early.is_here():
-                return self.early.resident(parameter)
+            if found is None and self.early.is_read_from_outside():  # by who must see what the step must not
+                return self._away[id(parameter)].fetch() if self.is_away(parameter) else self.early.resident(parameter)
             return found
 
     def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -347,7 +342,7 @@ class OffloadedGradients:
 
     def kind_of(self, parameter: torch.Tensor) -> tuple[str, torch.dtype] | None:
         """Device and data type of a parameter's gradient; None without one. The device of one that is not plain is empty."""
-        with self._lock:
+        with self.lock:
             if self.is_away(parameter):
                 return parameter.device.type, self._away[id(parameter)].meta[3]
             grad = GRAD.__get__(parameter)
@@ -355,18 +350,38 @@ class OffloadedGradients:
             return None
         return grad.device.type if type(grad) in PLAIN_TYPES and is_plain(grad) else "", grad.dtype
 
-    def peek(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A parameter's gradient, to be read only: one that is offloaded stays so, and a copy is returned."""
-        with self._lock:
+    def peek(self, parameter: torch.Tensor, buffer: Callable[[int], torch.Tensor]) -> torch.Tensor | None:
+        """A parameter's gradient, to be read only.
+
+        One that is offloaded stays so, and a copy is returned, where the tier allows in memory that ``buffer`` provides; it is
+        valid until that is used again.
+        """
+        with self.lock:
             found: torch.Tensor | None = GRAD.__get__(parameter)
             if not self.is_away(parameter):
                 return found
             if found is not None:
                 return self._come_back(parameter)
-            self._make_room(parameter.nbytes)
             moved = self._away[id(parameter)]
-            with beneath_autograd():
-                return view_on(moved.ticket.fetch(), moved.meta)
+            if not isinstance(moved.ticket, SlicedTicket):
+                self._make_room(moved.bytes)
+                return moved.fetch()
+            memory = buffer(moved.bytes)
+            moved.ticket.read(0, memory)
+            return view_on(memory.untyped_storage(), moved.meta)
+
+    def place_of(self, parameter: torch.Tensor) -> MovedValue | None:
+        """Where a parameter's gradient is while it is offloaded."""
+        return self._away[id(parameter)] if self.is_away(parameter) else None
+
+    def updated(self, parameter: torch.Tensor) -> None:
+        """A parameter was updated slice by slice: hide its gradient from the script's own step."""
+        self.early.add(parameter)
+        with self.lock:
+            grad: torch.Tensor | None = GRAD.__get__(parameter)
+            if grad is not None and not self.is_away(parameter):
+                self.early.remains(parameter, grad)
+                GRAD.__set__(parameter, None)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -375,7 +390,7 @@ class OffloadedGradients:
 
         It is fetched if all parameters are to be updated ``together``, or if a backward has left something since.
         """
-        with self._lock:
+        with self.lock:
             away = self.is_away(parameter)
             if away and (together or GRAD.__get__(parameter) is not None):
                 self._come_back(parameter)
@@ -393,16 +408,15 @@ class OffloadedGradients:
         if moved is None:
             yield None
             return
-        with beneath_autograd():
-            grad = view_on(moved.ticket.fetch(), moved.meta)
-        with self._lock:
+        grad = moved.fetch()
+        with self.lock:
             self._updating = True
             put_gradient(parameter, grad)
         try:
             yield grad
             self.early.add(parameter)
         finally:
-            with self._lock:
+            with self.lock:
                 GRAD.__set__(parameter, None)
                 self._updating = False
 
@@ -411,7 +425,7 @@ class OffloadedGradients:
         with beneath_autograd():
             ticket = self._put(grad.untyped_storage())
         if ticket is not None:
-            self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
+            self._away[id(parameter)] = _Moved(parameter, ticket, grad)
         else:
             self._forget(parameter)
             self.early.remains(parameter, grad)

@@ -28,10 +28,11 @@ from lowtide.base.lever_catalogue import STATES
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.views import Meta, meta_of, view_on
+from lowtide.runtime.storage.views import meta_of
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
 from lowtide.runtime.torch_state import in_process_group
 from lowtide.runtime.updates.gradient_access import Counts, KnownAddresses, is_alone, references
+from lowtide.runtime.updates.moved_value import MovedValue
 from lowtide.runtime.updates.single_update import is_updating_one
 
 LEAST_BYTES: Final = 4096
@@ -40,20 +41,10 @@ _ATTRIBUTE: Final = "state"
 
 
 @final
-class _Moved:
+class Moved(MovedValue):
     """What is in a state's place in its parameter's dictionary while the state is offloaded."""
 
-    __slots__ = ("bytes", "meta", "ticket")
-
-    def __init__(self, state: torch.Tensor, ticket: Ticket) -> None:
-        self.bytes = state.untyped_storage().nbytes()
-        self.meta: Meta = meta_of(state)
-        self.ticket = ticket
-
-    def fetch(self) -> torch.Tensor:
-        """The state, resident again."""
-        with beneath_autograd():
-            return view_on(self.ticket.fetch(), self.meta)
+    __slots__ = ()
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         """A copy of the state: the script copies the dictionary past the property (``copy.deepcopy(vars(optimizer))``)."""
@@ -95,6 +86,7 @@ class OffloadedStates:
     Attributes:
         engaged: whether states are offloaded.
         moved: number of states offloaded so far.
+        lock: held while states leave or come back.
     """
 
     def __init__(
@@ -114,7 +106,7 @@ class OffloadedStates:
         """Optimizers that may have states offloaded, whose states were all brought back since, and whose states stay."""
         self._addresses = KnownAddresses()
         self._unheld, self._holders = Counts(0, 0, 0), 0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -174,7 +166,7 @@ class OffloadedStates:
 
     def leave(self, optimizer: Any) -> None:
         """Offload all states of an optimizer, but for those that the script holds."""
-        with self._lock:
+        with self.lock:
             for parameter in list(states_of(optimizer)):
                 self._leave(optimizer, parameter)
             self._there.discard(optimizer)
@@ -188,14 +180,24 @@ class OffloadedStates:
     def during_update(self, optimizer: Any, parameter: torch.Tensor) -> Iterator[None]:
         """Have one parameter's states resident for its update (:func:`update_one`), and offload them after it."""
         if optimizer in self._away:
-            with self._lock:
+            with self.lock:
                 self._fetch([states_of(optimizer).get(parameter)])
         try:
             yield
         finally:
             if self.engaged:
-                with self._lock:
+                with self.lock:
                     self._leave(optimizer, parameter)
+
+    def updated(self, optimizer: Any, parameter: Any) -> None:
+        """A parameter was updated slice by slice: its states are offloaded, but for those that were resident, which leave."""
+        with self.lock:
+            away = sum(type(value) is Moved for value in states_of(optimizer).get(parameter, {}).values())
+            if away:
+                self._away.add(optimizer)
+                self.moved += away
+            if self.engaged:
+                self._leave(optimizer, parameter)
 
     def bring_back_all(self) -> None:
         """Fetch everything that is offloaded: code is about to run that may read states past the property."""
@@ -204,7 +206,7 @@ class OffloadedStates:
 
     def bring_back(self, optimizer: Any) -> None:
         """Fetch all states of an optimizer."""
-        with self._lock:
+        with self.lock:
             self._fetch(states_of(optimizer).values())
             self._away.discard(optimizer)
             self._there.add(optimizer)
@@ -212,7 +214,7 @@ class OffloadedStates:
     def _fetch(self, dictionaries: Iterable[Any]) -> None:
         found = [
             (state, name, moved) for state in dictionaries if isinstance(state, dict)
-            for name, moved in state.items() if type(moved) is _Moved
+            for name, moved in state.items() if type(moved) is Moved
         ]
         for state, name, moved in found:
             self._make_room(moved.bytes)
@@ -237,9 +239,19 @@ class OffloadedStates:
                 with beneath_autograd():
                     ticket = self._put(tensor.untyped_storage())
                 if ticket is not None:
-                    state[name] = _Moved(tensor, ticket)
+                    state[name] = Moved(ticket, meta_of(tensor), tensor.untyped_storage().nbytes())
                     self.moved += 1
                     self._away.add(optimizer)
+
+    def may_leave(self, optimizer: Any, parameter: Any) -> bool:
+        """Whether placeholders may stand for states of a parameter: nobody holds its dictionary, or that of all."""
+        if not self.engaged or in_process_group() or optimizer in self._stay:
+            return False
+        states = states_of(optimizer)
+        state = states.get(parameter)
+        if state is not None and (type(state) is not dict or _holders(states, parameter) != self._holders):
+            return False
+        return _holders(vars(optimizer), _ATTRIBUTE) == self._holders
 
     def _may_leave(self, state: torch.Tensor, counts: Counts) -> bool:
         """Whether only its dictionary holds a state, its storage describes it completely, and nobody has its address."""

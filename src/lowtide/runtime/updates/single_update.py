@@ -49,16 +49,24 @@ _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
 """The steps as torch defines them: an optimizer whose step was replaced is not a known one."""
 
 
-def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: Any = None) -> None:
     """Run the optimizer's own update of one parameter, which is in ``group``.
 
     Its code runs on a stand-in with the same attributes and states and this one parameter: a signal's handler, or another
     thread, may look at the optimizer meanwhile.
+
+    Args:
+        optimizer: the optimizer.
+        group: a group of the optimizer, for its options.
+        parameter: a tensor with a gradient.
+        states: the states by parameter, in place of the optimizer's.
     """
     step = bare(type(optimizer).step)  # step hooks belong to the script's own call
     alone = object.__new__(type(optimizer))
     vars(alone).update(vars(optimizer))
     vars(alone)["param_groups"] = [{**group, "params": [parameter]}]
+    if states is not None:
+        vars(alone)["state"] = states
     outer, _OWN.optimizer = getattr(_OWN, "optimizer", None), alone
     try:
         with torch.no_grad(), _full_precision(parameter.device.type):

@@ -6,6 +6,7 @@ independently, a closure, step hooks), the step reads all gradients and states a
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from lowtide.runtime.torch_state import is_compiled_here
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.offloaded_states import OffloadedStates
 from lowtide.runtime.updates.single_update import overlap, parameters_of, scales, unfit, update_one
+from lowtide.runtime.updates.sliced_update import SlicedUpdate
 from lowtide.runtime.updates.stand_in import StandIns
 
 
@@ -21,9 +23,11 @@ from lowtide.runtime.updates.stand_in import StandIns
 class StepwiseUpdate:
     """Runs the updates of parameters whose gradients or states are offloaded."""
 
-    def __init__(self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns) -> None:
-        """Share what is offloaded; ``stand_ins`` tells what updates do."""
-        self._gradients, self._states, self._stand_ins = gradients, states, stand_ins
+    def __init__(
+        self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, slices: SlicedUpdate
+    ) -> None:
+        """Share what is offloaded; ``stand_ins`` tells what updates do, and ``slices`` updates slice by slice."""
+        self._gradients, self._states, self._stand_ins, self._slices = gradients, states, stand_ins, slices
         self._begun: set[int] = set()
 
     def begins(self, optimizer: Any, *, closure: bool) -> None:
@@ -50,8 +54,14 @@ class StepwiseUpdate:
             (group, p) for group in optimizer.param_groups for p in group["params"]
             if gradients.waits(p, together=together) or (every and GRAD.__get__(p) is not None)
         ]
-        gradients.early.begins(optimizer)
+        with gradients.early.begins(optimizer), contextlib.closing(self._slices.buffers):
+            self._update(optimizer, waiting, every=every)
+
+    def _update(self, optimizer: Any, waiting: list[tuple[dict[str, Any], torch.Tensor]], *, every: bool) -> None:
+        gradients = self._gradients
         for place, (group, parameter) in enumerate(waiting):
+            if (every or gradients.is_away(parameter)) and self._slices.update(optimizer, group, parameter):
+                continue
             for _, following in waiting[place + 1 : place + 2]:
                 gradients.begin(following)
             with self._states.during_update(optimizer, parameter), gradients.fetched_for_update(parameter) as grad:

@@ -1,0 +1,154 @@
+"""Gradients and optimizer states as seen slice by slice: what is offloaded is read into a buffer, and written back from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, final
+
+import torch
+from lowtide.runtime.device.offload import SlicedTicket
+from lowtide.runtime.tensors import beneath_autograd, is_dense
+
+SLICE_BYTES: Final = 1 << 20
+"""Bytes of a parameter that are updated at a time (chosen so that all that an update touches stays in the core's cache)."""
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its storage, as a one-dimensional view that no autograd sees."""
+    with beneath_autograd():
+        return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+
+
+def can_be_sliced(tensor: torch.Tensor) -> bool:
+    """Whether slices of a tensor's storage are slices of the tensor."""
+    return tensor.dtype in (torch.float32, torch.float64) and is_dense(tensor) and tensor.numel() > 0
+
+
+@final
+class Buffers:
+    """Memory for the slices in use: one buffer for each value that an update reads, used again for the next slice."""
+
+    def __init__(self, make_room: Callable[[int], object]) -> None:
+        """Allocate nothing yet; ``make_room`` is called with the bytes that are about to be allocated."""
+        self._make_room = make_room
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def take(self, number: int, size: int) -> torch.Tensor:
+        """The first ``size`` bytes of a buffer, as uint8; what it had may be lost."""
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.nbytes < size:
+            buffer = None
+            self._buffers.pop(number, None)
+            self._make_room(size)
+            with beneath_autograd():
+                buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8)
+        with beneath_autograd():
+            return buffer[:size]
+
+    def close(self) -> None:
+        """Free all of them."""
+        self._buffers.clear()
+
+
+class Sliced(Protocol):
+    """A value of as many elements as the parameter: its gradient, or a state."""
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Elements from ``start`` to ``end``; valid until the next call."""
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        """Elements from ``start`` on are now ``new``, which is usually what :meth:`read` returned, written to."""
+
+
+@final
+class Resident:
+    """A value in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Look at a dense tensor."""
+        self._flat = flat_of(tensor)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """A view."""
+        with beneath_autograd():
+            return self._flat[start:end]
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        """Copy, unless ``new`` is a view of this value."""
+        with beneath_autograd():
+            own = self._flat[start : start + new.numel()]
+            if own.untyped_storage()._cdata != new.untyped_storage()._cdata or own.storage_offset() != new.storage_offset():
+                own.copy_(new)
+
+
+@final
+class Transfers:
+    """Seconds and bytes of what was read from the offload tier and written to it."""
+
+    def __init__(self, add: Callable[[float, int], object]) -> None:
+        """``add`` is called with the seconds of each transfer, and with the bytes that it wrote."""
+        self._add = add
+
+    def read(self, ticket: SlicedTicket, at: int, target: torch.Tensor) -> None:
+        """Read from a ticket's byte ``at`` on, and announce what follows."""
+        start = time.perf_counter()
+        ticket.read(at, target)
+        ticket.expect(at + target.nbytes, target.nbytes)
+        self._add(time.perf_counter() - start, 0)
+
+    def write(self, ticket: SlicedTicket, at: int, source: torch.Tensor) -> None:
+        """Write from a ticket's byte ``at`` on."""
+        start = time.perf_counter()
+        ticket.write(at, source)
+        self._add(time.perf_counter() - start, source.nbytes)
+
+
+@final
+class Offloaded:
+    """A value on the offload tier, one slice of which at a time is in a buffer.
+
+    A signal's handler, or another thread, may bring the value back at any moment; then the tensor that is there now is read
+    and written.
+    """
+
+    def __init__(
+        self, ticket: SlicedTicket, dtype: torch.dtype, buffer: Callable[[int], torch.Tensor], transfers: Transfers,
+        brought_back: Callable[[], torch.Tensor | None], lock: AbstractContextManager[object],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            ticket: the value's place.
+            dtype: type of its elements.
+            buffer: returns so many bytes of memory, each time the same.
+            transfers: reads and writes the ticket.
+            brought_back: the value if it is resident by now; None while it is offloaded.
+            lock: held while it cannot be brought back.
+        """
+        self._ticket, self._dtype, self._buffer, self._transfers = ticket, dtype, buffer, transfers
+        self._brought_back, self._lock = brought_back, lock
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """A copy in the buffer."""
+        size = self._dtype.itemsize
+        with self._lock:
+            there = self._brought_back()
+            if there is not None:
+                return Resident(there).read(start, end)
+            buffer = self._buffer((end - start) * size)
+            self._transfers.read(self._ticket, start * size, buffer)
+        with beneath_autograd():
+            return buffer.view(self._dtype)
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        """Write to the tier, or where the value is now."""
+        with self._lock:
+            there = self._brought_back()
+            if there is not None:
+                Resident(there).write(start, new)
+                return
+            with beneath_autograd():
+                source = new.contiguous().view(torch.uint8)
+            self._transfers.write(self._ticket, start * self._dtype.itemsize, source)
