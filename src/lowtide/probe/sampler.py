@@ -37,6 +37,10 @@ _BUFFERED: Final = 64
 """Rows held before they are written."""
 READINGS: Final = 30
 """Fewest readings of each counter in a run, except of those for which the kernel walks all pages of this process."""
+CLOCK_SHARE: Final = 0.2
+"""Most of the time that marks of the clock may take: they hold the interpreter's lock."""
+FROZEN_GROWTH: Final = 1.5
+"""Objects are frozen again when the interpreter has so many times as many blocks of memory."""
 _FLUSH_NS: Final = 250_000_000
 
 
@@ -100,7 +104,7 @@ class Sampler:
         every = max(1, self._steps // READINGS) if self._steps else 0
         self._gates = [Gate(every), Gate(every), Gate(every), Gate(), Gate(every), Gate(every)]
         self._collect: int = task["collect_every"]
-        self._frozen = False
+        self._frozen_at = 0
         self._buffer = bytearray(_BUFFERED * _ROW.size)
         self._used = 0
         self._flushed = 0
@@ -134,12 +138,14 @@ class Sampler:
         atexit.unregister(self._finish)
 
     def _clock(self, seconds: float) -> None:
-        following = time.monotonic()
+        following, took = time.monotonic(), 0.0
         while self._kind is MarkSource.CLOCK and not self._ending:
-            following = max(following + seconds, time.monotonic())
+            following = max(following + seconds, time.monotonic() + took * (1 / CLOCK_SHARE - 1))
             time.sleep(max(0.0, following - time.monotonic()))
             if self._kind is MarkSource.CLOCK:
+                start = time.monotonic()
                 self.marked(MarkSource.CLOCK, None)
+                took = time.monotonic() - start
 
     def marked(self, kind: MarkSource, loss: float | None) -> None:
         """Take a row at the end of a step, and an audit if one is due; end the process after the last step."""
@@ -166,11 +172,17 @@ class Sampler:
             self._end(kind)
 
     def _collected(self) -> None:
-        """Collect garbage before the next row; the first call freezes all present objects so that later ones are quick."""
+        """Collect garbage before the next row; freeze what is left if there is much more than at the last time, to be quick.
+
+        A library that is imported late (torch's compiler comes with the first optimizer) brings a million objects. Freezing
+        at each call would hide garbage: of objects that were in use at the time, and those would seem to grow. Objects are not
+        counted by listing them: a tuple that another thread is filling may not be referred to.
+        """
         gc.collect()
-        if not self._frozen:
+        blocks = sys.getallocatedblocks()
+        if blocks > FROZEN_GROWTH * self._frozen_at:
             gc.freeze()
-            self._frozen = True
+            self._frozen_at = blocks
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:

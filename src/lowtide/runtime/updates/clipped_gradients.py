@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.utils._foreach_utils import _has_foreach_support
 
 import torch
+from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.single_update import parameters_of
@@ -141,4 +142,4 @@ class ClippedGradients:
 
 def _keeps_small_numbers() -> bool:
     """Whether multiplying by 1 changes nothing; with ``torch.set_flush_denormal`` it makes the smallest numbers zero."""
-    return bool(torch.full((1,), 1e-40) * 1.0 != 0)
+    return bool(torch.full((1,), 1e-40, dtype=torch.float32, device=HOST) * 1.0 != 0)

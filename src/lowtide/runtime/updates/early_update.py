@@ -29,13 +29,15 @@ class EarlyUpdate:
         self._states: list[Any] = []
         self._thread = 0
         self._updating = False
-        self._code: CodeType | None = None
+        self._codes: set[CodeType] = set()
+        """Of the step, and of torch's wrapper around it, which calls Lowtide's hook before it."""
 
     @contextlib.contextmanager
     def begins(self, optimizer: Any) -> Iterator[None]:
         """An optimizer's step is about to run in this thread; parameters are updated within the context."""
         self._states, self._thread = list(states_of(optimizer)), threading.get_ident()
-        self._code = bare(type(optimizer).step).__code__
+        step = type(optimizer).step
+        self._codes = {step.__code__, bare(step).__code__}
         self._updating = True
         try:
             yield
@@ -54,7 +56,7 @@ class EarlyUpdate:
         """Whether a parameter's gradient is hidden from the step, which is running."""
         if id(parameter) not in self._updated:
             return False
-        if self._is_here() and not self._updating and not self._is_running():
+        if self._is_here() and not self._is_running():
             self.is_over()
             return False
         return True
@@ -73,7 +75,7 @@ class EarlyUpdate:
 
     def _is_running(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._code:
+        while frame is not None and frame.f_code not in self._codes:
             frame = frame.f_back
         return frame is not None
 

@@ -39,6 +39,11 @@ class KnownAddresses:
         return ref is not None and ref() is storage
 
 
+def is_held_here(lock: Any) -> bool:
+    """Whether this thread holds a reentrant lock: a signal's handler has interrupted what the lock protects."""
+    return bool(lock._is_owned())
+
+
 def put_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """Set a parameter's gradient, even if its ``.data`` has another type or size by now, which torch checks only here."""
     try:

@@ -8,6 +8,7 @@ import torch
 from lowtide.runtime.device.offload import SlicedTicket, Ticket
 from lowtide.runtime.storage.views import Meta, view_on
 from lowtide.runtime.tensors import beneath_autograd
+from lowtide.runtime.updates.sliced_values import Place
 
 
 class MovedValue:
@@ -30,13 +31,14 @@ class MovedValue:
         with beneath_autograd():
             return view_on(self.ticket.fetch(), self.meta)
 
-    def sliced(self, *, writes: bool) -> SlicedTicket:
-        """The ticket on a tier of sliced tickets; one whose bytes may be overwritten, if it is to be written.
+    def place(self) -> Place:
+        """Where the first element is, on a tier of sliced tickets."""
+        return Place(cast("SlicedTicket", self.ticket), self.meta[2] * self.meta[3].itemsize)
+
+    def own(self) -> None:
+        """Make sure that the bytes may be overwritten.
 
         Raises:
             OSError: if that takes a copy for which the tier has no room.
         """
-        ticket = cast("SlicedTicket", self.ticket)
-        if writes:
-            self.ticket = ticket = ticket.own()
-        return ticket
+        self.ticket = cast("SlicedTicket", self.ticket).own()

@@ -36,6 +36,7 @@ from lowtide.runtime.updates.gradient_access import (
     Counts,
     KnownAddresses,
     is_alone,
+    is_held_here,
     put_gradient,
     references,
     references_of_unheld,
@@ -289,6 +290,9 @@ class OffloadedGradients:
         return self._bring_back(parameter) if new is None else self._accumulate(parameter, new)
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if is_held_here(self.lock):
+            held: torch.Tensor | None = GRAD.__get__(parameter)
+            return self._away[id(parameter)].fetch() if held is None and self.is_away(parameter) else held
         with self.lock:
             hidden = self.early.hides(parameter) or self._updating
             if self.is_away(parameter) and not hidden:
@@ -313,8 +317,9 @@ class OffloadedGradients:
         self._forget(parameter)
 
     def _forget(self, parameter: torch.Tensor) -> None:
-        if self.is_away(parameter):
-            del self._away[id(parameter)]
+        with self.lock:
+            if self.is_away(parameter):
+                del self._away[id(parameter)]
 
     def _zeroing(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -15,6 +15,7 @@ address, a parameter's dictionary or the dictionary of all, stays resident.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import weakref
@@ -31,7 +32,7 @@ from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import meta_of
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
 from lowtide.runtime.torch_state import in_process_group
-from lowtide.runtime.updates.gradient_access import Counts, KnownAddresses, is_alone, references
+from lowtide.runtime.updates.gradient_access import Counts, KnownAddresses, is_alone, is_held_here, references
 from lowtide.runtime.updates.moved_value import MovedValue
 from lowtide.runtime.updates.single_update import is_updating_one
 
@@ -106,6 +107,7 @@ class OffloadedStates:
         """Optimizers that may have states offloaded, whose states were all brought back since, and whose states stay."""
         self._addresses = KnownAddresses()
         self._unheld, self._holders = Counts(0, 0, 0), 0
+        self._updating: Any = None
         self.lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
@@ -189,13 +191,20 @@ class OffloadedStates:
                 with self.lock:
                     self._leave(optimizer, parameter)
 
+    @contextlib.contextmanager
+    def while_updating(self, optimizer: Any) -> Iterator[None]:
+        """Expect that the update of an optimizer's parameter offloads states itself."""
+        outer, self._updating = self._updating, optimizer
+        self._away.add(optimizer)
+        try:
+            yield
+        finally:
+            self._updating = outer
+
     def updated(self, optimizer: Any, parameter: Any) -> None:
         """A parameter was updated slice by slice: its states are offloaded, but for those that were resident, which leave."""
         with self.lock:
-            away = sum(type(value) is Moved for value in states_of(optimizer).get(parameter, {}).values())
-            if away:
-                self._away.add(optimizer)
-                self.moved += away
+            self.moved += sum(type(value) is Moved for value in states_of(optimizer).get(parameter, {}).values())
             if self.engaged:
                 self._leave(optimizer, parameter)
 
@@ -208,7 +217,8 @@ class OffloadedStates:
         """Fetch all states of an optimizer."""
         with self.lock:
             self._fetch(states_of(optimizer).values())
-            self._away.discard(optimizer)
+            if optimizer is not self._updating:
+                self._away.discard(optimizer)
             self._there.add(optimizer)
 
     def _fetch(self, dictionaries: Iterable[Any]) -> None:
@@ -239,9 +249,9 @@ class OffloadedStates:
                 with beneath_autograd():
                     ticket = self._put(tensor.untyped_storage())
                 if ticket is not None:
+                    self._away.add(optimizer)
                     state[name] = Moved(ticket, meta_of(tensor), tensor.untyped_storage().nbytes())
                     self.moved += 1
-                    self._away.add(optimizer)
 
     def may_leave(self, optimizer: Any, parameter: Any) -> bool:
         """Whether placeholders may stand for states of a parameter: nobody holds its dictionary, or that of all."""
@@ -267,6 +277,8 @@ class OffloadedStates:
         except KeyError:
             raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_ATTRIBUTE!r}") from None
         if self._away and not is_updating_one(optimizer):
+            if is_held_here(self.lock):
+                return _fetched(states)
             for owner in self._away:  # usually one; another may have the same dictionary
                 if owner is optimizer or vars(owner).get(_ATTRIBUTE) is states:
                     self.bring_back(owner)
@@ -282,6 +294,15 @@ class OffloadedStates:
             del vars(optimizer)[_ATTRIBUTE]
         except KeyError:
             raise AttributeError(_ATTRIBUTE) from None
+
+
+def _fetched(states: Any) -> Any:
+    """Copies of all states by parameter, for a signal's handler that interrupts while states leave or come back."""
+    found = copy.copy(states)
+    for parameter, state in states.items():
+        if isinstance(state, dict):
+            found[parameter] = {name: value.fetch() if type(value) is Moved else value for name, value in state.items()}
+    return found
 
 
 def _holders(table: Any, key: Any) -> int:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, final
 
 import torch
+from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.offload import SlicedTicket
 from lowtide.runtime.tensors import beneath_autograd, is_dense
 
 SLICE_BYTES: Final = 1 << 20
 """Bytes of a parameter that are updated at a time (chosen so that all that an update touches stays in the core's cache)."""
 
+_DATA: Any = torch._C.TensorBase.data
+
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of its storage, as a one-dimensional view that no autograd sees."""
+    """The elements of a dense tensor in the order of its storage, as a one-dimensional view with a version of its own."""
     with beneath_autograd():
-        return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+        return torch.as_strided(_DATA.__get__(tensor), (tensor.numel(),), (1,))
 
 
 def can_be_sliced(tensor: torch.Tensor) -> bool:
@@ -43,7 +47,7 @@ class Buffers:
             self._buffers.pop(number, None)
             self._make_room(size)
             with beneath_autograd():
-                buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8)
+                buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=HOST)
         with beneath_autograd():
             return buffer[:size]
 
@@ -105,50 +109,89 @@ class Transfers:
         self._add(time.perf_counter() - start, source.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value's place on the offload tier: a ticket, and at which byte of it the first element is."""
+
+    ticket: SlicedTicket
+    at: int
+
+
 @final
 class Offloaded:
     """A value on the offload tier, one slice of which at a time is in a buffer.
 
-    A signal's handler, or another thread, may bring the value back at any moment; then the tensor that is there now is read
-    and written.
+    A signal's handler, or another thread, may bring the value back or offload it anew at any moment.
     """
 
     def __init__(
-        self, ticket: SlicedTicket, dtype: torch.dtype, buffer: Callable[[int], torch.Tensor], transfers: Transfers,
-        brought_back: Callable[[], torch.Tensor | None], lock: AbstractContextManager[object],
+        self, where: Callable[[], Place | torch.Tensor], dtype: torch.dtype, buffer: Callable[[int], torch.Tensor],
+        transfers: Transfers, lock: AbstractContextManager[object],
     ) -> None:
         """Read nothing yet.
 
         Args:
-            ticket: the value's place.
+            where: the value's place now, or the value if it is resident by now.
             dtype: type of its elements.
             buffer: returns so many bytes of memory, each time the same.
-            transfers: reads and writes the ticket.
-            brought_back: the value if it is resident by now; None while it is offloaded.
-            lock: held while it cannot be brought back.
+            transfers: reads and writes tickets.
+            lock: held while no other thread can bring it back.
         """
-        self._ticket, self._dtype, self._buffer, self._transfers = ticket, dtype, buffer, transfers
-        self._brought_back, self._lock = brought_back, lock
+        self._where, self._dtype, self._buffer, self._transfers, self._lock = where, dtype, buffer, transfers, lock
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy in the buffer."""
-        size = self._dtype.itemsize
         with self._lock:
-            there = self._brought_back()
-            if there is not None:
-                return Resident(there).read(start, end)
-            buffer = self._buffer((end - start) * size)
-            self._transfers.read(self._ticket, start * size, buffer)
+            place = self._where()
+            if not isinstance(place, Place):
+                return Resident(place).read(start, end)
+            buffer = self._buffer((end - start) * self._dtype.itemsize)
+            self._transfers.read(place.ticket, place.at + start * self._dtype.itemsize, buffer)
         with beneath_autograd():
             return buffer.view(self._dtype)
 
     def write(self, start: int, new: torch.Tensor) -> None:
         """Write to the tier, or where the value is now."""
+        with beneath_autograd():
+            source = new.contiguous().view(torch.uint8)
         with self._lock:
-            there = self._brought_back()
-            if there is not None:
-                Resident(there).write(start, new)
-                return
-            with beneath_autograd():
-                source = new.contiguous().view(torch.uint8)
-            self._transfers.write(self._ticket, start * self._dtype.itemsize, source)
+            now = self._where()
+            while True:
+                if isinstance(now, Place):
+                    self._transfers.write(now.ticket, now.at + start * self._dtype.itemsize, source)
+                else:
+                    Resident(now).write(start, new)
+                written, now = now, self._where()
+                if _is_same(written, now):  # no handler has moved it before it was written
+                    return
+
+
+def _is_same(a: Place | torch.Tensor, b: Place | torch.Tensor) -> bool:
+    if isinstance(a, Place) and isinstance(b, Place):
+        return a.ticket is b.ticket
+    return a is b
+
+
+@final
+class SliceReader:
+    """Reads and writes slices of what is offloaded.
+
+    Attributes:
+        buffers: memory for the slices in use.
+    """
+
+    def __init__(self, make_room: Callable[[int], object], transferred: Callable[[float, int], object]) -> None:
+        """Read nothing yet.
+
+        Args:
+            make_room: called with the bytes of a buffer that is about to be allocated.
+            transferred: called with the seconds of each transfer, and with the bytes that it wrote.
+        """
+        self.buffers = Buffers(make_room)
+        self._transfers = Transfers(transferred)
+
+    def offloaded(
+        self, number: int, where: Callable[[], Place | torch.Tensor], dtype: torch.dtype, lock: AbstractContextManager[object]
+    ) -> Sliced:
+        """A value on the tier, read into the buffer of a number (see :class:`Offloaded`)."""
+        return Offloaded(where, dtype, lambda size: self.buffers.take(number, size), self._transfers, lock)

@@ -10,7 +10,7 @@ import contextlib
 from typing import Any, final
 
 import torch
-from lowtide.runtime.tensors import GRAD
+from lowtide.runtime.tensors import GRAD, is_plain
 from lowtide.runtime.torch_state import is_compiled_here
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.offloaded_states import OffloadedStates
@@ -48,7 +48,7 @@ class StepwiseUpdate:
             return
         if not gradients.engaged or closure or unfit(optimizer) or scales(optimizer):
             return
-        together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer)
+        together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer) or _share_gradients(optimizer)
         every = self._states.engaged and not together
         waiting = [
             (group, p) for group in optimizer.param_groups for p in group["params"]
@@ -99,3 +99,10 @@ class StepwiseUpdate:
 def _has_sparse(optimizer: Any) -> bool:
     """Whether a parameter has a sparse gradient, for which a step may raise before it updates any."""
     return any((grad := GRAD.__get__(p)) is not None and grad.layout is not torch.strided for p in parameters_of(optimizer))
+
+
+def _share_gradients(optimizer: Any) -> bool:
+    """Whether resident gradients are on one storage: a foreach update may write to all of them before it reads any."""
+    grads = (GRAD.__get__(p) for p in parameters_of(optimizer))
+    places = [g.untyped_storage()._cdata for g in grads if g is not None and is_plain(g)]
+    return len(set(places)) < len(places)
