@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lowtide.runtime.updates import sliced_values
+from lowtide.runtime.updates import streamed_values
 
 SMALL_SLICE = 1 << 12
 """Bytes of a slice with which small models are updated in several."""
@@ -13,4 +13,4 @@ SMALL_SLICE = 1 << 12
 def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Update each parameter, and change each gradient, in one slice, or in several."""
     if request.param:
-        monkeypatch.setattr(sliced_values, "SLICE_BYTES", SMALL_SLICE)
+        monkeypatch.setattr(streamed_values, "SLICE_BYTES", SMALL_SLICE)

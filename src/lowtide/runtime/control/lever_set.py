@@ -29,9 +29,9 @@ from lowtide.runtime.updates.offloaded_states import OffloadedStates
 from lowtide.runtime.updates.optimizer_in_backward import OptimizerInBackward
 from lowtide.runtime.updates.single_update import parameters_of, scales, unfit
 from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES, SlicedOptimizer
-from lowtide.runtime.updates.sliced_update import SlicedUpdate
 from lowtide.runtime.updates.stand_in import StandIns
 from lowtide.runtime.updates.stepwise_update import StepwiseUpdate
+from lowtide.runtime.updates.streamed_update import StreamedUpdate
 
 
 @final
@@ -69,7 +69,7 @@ class LeverSet:
         self.states = OffloadedStates(self._put, interception.evictor.room_for)
         self.gradients = OffloadedGradients(self._put, interception.evictor.room_for)
         self._stand_ins = StandIns(self.gradients.is_away)
-        sliced = SlicedUpdate(
+        sliced = StreamedUpdate(
             self.gradients, self.states, self._stand_ins, self._movable_tier, interception.evictor.room_for, self._transferred,
             self._unseen,
         )

@@ -24,7 +24,7 @@ from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.single_update import parameters_of
-from lowtide.runtime.updates.sliced_update import SlicedUpdate
+from lowtide.runtime.updates.streamed_update import StreamedUpdate
 
 _SCALE: Final = "_clip_grads_with_norm_"
 _UNSCALE: Final = "_unscale_grads_"
@@ -34,7 +34,7 @@ _UNSCALE: Final = "_unscale_grads_"
 class ClippedGradients:
     """Wraps torch's functions that clip or unscale gradients."""
 
-    def __init__(self, gradients: OffloadedGradients, slices: SlicedUpdate) -> None:
+    def __init__(self, gradients: OffloadedGradients, slices: StreamedUpdate) -> None:
         """Wrap nothing yet; ``gradients`` knows which are offloaded, ``slices`` changes them slice by slice."""
         self._gradients, self._slices = gradients, slices
         self._wraps = Wraps()

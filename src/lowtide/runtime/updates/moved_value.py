@@ -8,7 +8,7 @@ import torch
 from lowtide.runtime.device.offload import SlicedTicket, Ticket
 from lowtide.runtime.storage.views import Meta, view_on
 from lowtide.runtime.tensors import beneath_autograd
-from lowtide.runtime.updates.sliced_values import Place
+from lowtide.runtime.updates.streamed_values import Place
 
 
 class MovedValue:

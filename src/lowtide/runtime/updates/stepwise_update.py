@@ -15,8 +15,8 @@ from lowtide.runtime.torch_state import is_compiled_here
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.offloaded_states import OffloadedStates
 from lowtide.runtime.updates.single_update import overlap, parameters_of, scales, unfit, update_one
-from lowtide.runtime.updates.sliced_update import SlicedUpdate
 from lowtide.runtime.updates.stand_in import StandIns
+from lowtide.runtime.updates.streamed_update import StreamedUpdate
 
 
 @final
@@ -24,7 +24,7 @@ class StepwiseUpdate:
     """Runs the updates of parameters whose gradients or states are offloaded."""
 
     def __init__(
-        self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, slices: SlicedUpdate
+        self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, slices: StreamedUpdate
     ) -> None:
         """Share what is offloaded; ``stand_ins`` tells what updates do, and ``slices`` updates slice by slice."""
         self._gradients, self._states, self._stand_ins, self._slices = gradients, states, stand_ins, slices

@@ -11,9 +11,9 @@ from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.offload import SlicedTier
 from lowtide.runtime.storage.views import Meta, meta_of
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
-from lowtide.runtime.updates import sliced_values
+from lowtide.runtime.updates import streamed_values
 from lowtide.runtime.updates.offloaded_states import LEAST_BYTES, Moved
-from lowtide.runtime.updates.sliced_values import Place, Resident, Sliced, SliceReader
+from lowtide.runtime.updates.streamed_values import Place, Resident, Sliced, SliceReader
 
 
 class Unsliced(Exception):
@@ -21,7 +21,7 @@ class Unsliced(Exception):
 
 
 @final
-class SlicedStates:
+class StreamedStates:
     """One parameter's states, in slices: those that are there, and those that its update makes.
 
     Attributes:
@@ -167,5 +167,5 @@ def is_like(meta: Meta, parameter: torch.Tensor) -> bool:
 
 def slices_of(parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Start and end of each slice, in elements."""
-    length, count = sliced_values.SLICE_BYTES // parameter.element_size(), parameter.numel()
+    length, count = streamed_values.SLICE_BYTES // parameter.element_size(), parameter.numel()
     return ((start, min(start + length, count)) for start in range(0, count, length))

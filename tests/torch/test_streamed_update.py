@@ -15,7 +15,7 @@ import torch
 import zoo
 from harness import heap, live_now
 from lowtide.runtime.device import file_tier
-from lowtide.runtime.updates import offloaded_states, sliced_states, sliced_update, sliced_values, stepwise_update
+from lowtide.runtime.updates import offloaded_states, streamed_states, streamed_update, streamed_values, stepwise_update
 from torch import nn
 
 LEVER = "move-states"
@@ -54,20 +54,20 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_values, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(streamed_values, "SLICE_BYTES", SLICE)
 
 
 @pytest.fixture
 def sliced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each parameter so far was updated slice by slice."""
     found: list[bool] = []
-    original = sliced_update.SlicedUpdate.update
+    original = streamed_update.StreamedUpdate.update
 
     def update(*args: Any) -> bool:
         found.append(original(*args))
         return found[-1]
 
-    monkeypatch.setattr(sliced_update.SlicedUpdate, "update", update)
+    monkeypatch.setattr(streamed_update.StreamedUpdate, "update", update)
     return found
 
 
@@ -132,7 +132,7 @@ def test_low_precision_is_updated_as_a_whole(dtype: torch.dtype, sliced: list[bo
 
 def test_a_machine_on_which_slices_differ_updates_the_whole(monkeypatch: pytest.MonkeyPatch, sliced: list[bool]) -> None:
     plain = _train(torch.optim.Adam)
-    monkeypatch.setattr(sliced_update, "_probe", lambda *_: False)
+    monkeypatch.setattr(streamed_update, "_probe", lambda *_: False)
     with lowtide.budget(None, allow=LEVER):
         assert _train(torch.optim.Adam) == plain
     assert sliced
@@ -143,12 +143,12 @@ def test_the_probe_tells_lanes_from_single_elements() -> None:
     """A fused update has other bits in the elements that do not fill a vector."""
     model = _net()
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    reader = sliced_values.SliceReader(lambda _: None, lambda *_: None)
+    reader = streamed_values.SliceReader(lambda _: None, lambda *_: None)
     first, tier, lock = next(iter(model.parameters())), file_tier.FileTier(), contextlib.nullcontext()
-    states = sliced_states.SlicedStates(reader, tier, lock, optimizer, first, leaves=False)
+    states = streamed_states.StreamedStates(reader, tier, lock, optimizer, first, leaves=False)
     group = optimizer.param_groups[0]
-    assert not sliced_update._probe(optimizer, group, states, torch.float32, sliced_update._NARROW)
-    assert sliced_update._probe(optimizer, group, states, torch.float32, sliced_update._ALIGNED)
+    assert not streamed_update._probe(optimizer, group, states, torch.float32, streamed_update._NARROW)
+    assert streamed_update._probe(optimizer, group, states, torch.float32, streamed_update._ALIGNED)
 
 
 def _same_under(levers: str, train: Callable[[], list[bytes]]) -> None:
@@ -366,7 +366,7 @@ def test_an_update_that_is_interrupted_leaves_whole_states(at: int, monkeypatch:
     zoo.seed(0)
     model = nn.Linear(SIDE, SIDE, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
-    original, calls = sliced_update.update_one, []
+    original, calls = streamed_update.update_one, []
 
     def update_one(*args: Any) -> None:
         original(*args)
@@ -375,7 +375,7 @@ def test_an_update_that_is_interrupted_leaves_whole_states(at: int, monkeypatch:
             if len(calls) == at + 1:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(sliced_update, "update_one", update_one)
+    monkeypatch.setattr(streamed_update, "update_one", update_one)
     with lowtide.budget(None, allow=LEVER):
         model(torch.randn(8, SIDE)).square().mean().backward()
         with pytest.raises(KeyboardInterrupt):
@@ -392,7 +392,7 @@ def test_an_update_that_is_interrupted_leaves_whole_states(at: int, monkeypatch:
 
 def test_a_handler_that_reads_states_between_two_slices_sees_tensors_and_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _train(torch.optim.Adam)
-    original, seen, running = sliced_update.update_one, [], []
+    original, seen, running = streamed_update.update_one, [], []
 
     def update_one(optimizer: Any, group: Any, parameter: torch.Tensor, *rest: Any) -> None:
         original(optimizer, group, parameter, *rest)
@@ -404,7 +404,7 @@ def test_a_handler_that_reads_states_between_two_slices_sees_tensors_and_changes
         seen.extend(type(t) for s in running[0].state.values() for t in s.values())
         seen.extend(type(p.grad) for group in running[0].param_groups for p in group["params"])
 
-    monkeypatch.setattr(sliced_update, "update_one", update_one)
+    monkeypatch.setattr(streamed_update, "update_one", update_one)
     before = signal.signal(signal.SIGUSR1, look)
     try:
         with lowtide.budget(None, allow=LEVER):

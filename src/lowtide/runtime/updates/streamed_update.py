@@ -1,4 +1,4 @@
-"""Runs an optimizer's own update of a parameter slice by slice, so that its gradient and states are never resident as a whole.
+"""Streams a parameter's gradient and states through buffers, and runs the optimizer's own update slice by slice.
 
 The optimizers in :data:`~lowtide.runtime.updates.single_update.KNOWN` compute each element from the same element of the
 gradient and of the states, so updating slices gives the same bits. That the lanes of a vector and the rest of a slice, which
@@ -21,14 +21,14 @@ from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.device.offload import SlicedTier
 from lowtide.runtime.storage.views import meta_of
 from lowtide.runtime.tensors import GRAD, beneath_autograd, is_plain
-from lowtide.runtime.updates import sliced_values
+from lowtide.runtime.updates import streamed_values
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.offloaded_states import LEAST_BYTES, OffloadedStates
 from lowtide.runtime.updates.single_update import update_one
 from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES
-from lowtide.runtime.updates.sliced_states import SlicedStates, Unsliced, is_like, slices_of
-from lowtide.runtime.updates.sliced_values import Place, Resident, Sliced, SliceReader, can_be_sliced, flat_of
 from lowtide.runtime.updates.stand_in import StandIns
+from lowtide.runtime.updates.streamed_states import StreamedStates, Unsliced, is_like, slices_of
+from lowtide.runtime.updates.streamed_values import Place, Resident, Sliced, SliceReader, can_be_sliced, flat_of
 
 _PROBE: Final = 133
 """Elements on which it is tried whether slices are updated alike: whole vectors of any width, and a rest."""
@@ -44,7 +44,7 @@ _GRADIENT: Final = -1
 
 
 @final
-class SlicedUpdate:
+class StreamedUpdate:
     """Updates parameters, and changes offloaded gradients, slice by slice.
 
     Attributes:
@@ -86,12 +86,12 @@ class SlicedUpdate:
             return False
         try:
             leaves = self._states.may_leave(optimizer, parameter)
-            states = SlicedStates(self._reader, tier, self._states.lock, optimizer, parameter, leaves=leaves)
+            states = StreamedStates(self._reader, tier, self._states.lock, optimizer, parameter, leaves=leaves)
             writes = self._shown(optimizer, group, parameter, states)
             gradient = self._gradient(parameter, writes=writes)
         except (Unsliced, OSError):  # OSError: the disk has no room for a copy
             return False
-        self._make_room(TEMPORARIES * min(sliced_values.SLICE_BYTES, parameter.nbytes))
+        self._make_room(TEMPORARIES * min(streamed_values.SLICE_BYTES, parameter.nbytes))
         _note_write(parameter)
         with self._states.while_updating(optimizer):
             try:
@@ -107,7 +107,8 @@ class SlicedUpdate:
 
     @staticmethod
     def _update_slices(
-        optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, gradient: Sliced, states: SlicedStates, *, writes: bool
+        optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, gradient: Sliced, states: StreamedStates, *,
+        writes: bool,
     ) -> None:
         for start, end in slices_of(parameter):
             part = _part(parameter, start, end, gradient)
@@ -165,7 +166,7 @@ class SlicedUpdate:
 
         return self._reader.offloaded(_GRADIENT, where, parameter.dtype, gradients.lock)
 
-    def _shown(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: SlicedStates) -> bool:
+    def _shown(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: StreamedStates) -> bool:
         """Try an update on a few numbers.
 
         Returns:
@@ -183,7 +184,7 @@ class SlicedUpdate:
             raise Unsliced from error
         raise Unsliced
 
-    def _are_alike(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: SlicedStates) -> bool:
+    def _are_alike(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: StreamedStates) -> bool:
         """Whether slices are updated with the same bits as the whole, as far as a few numbers show."""
         options = tuple(sorted((name, bool(value)) for name, value in group.items() if not isinstance(value, list)))
         key = (parameter.dtype, options, *states.names)
@@ -225,7 +226,7 @@ def _part(parameter: torch.Tensor, start: int, end: int, gradient: Sliced) -> to
     return part
 
 
-def _probe(optimizer: Any, group: dict[str, Any], states: SlicedStates, dtype: torch.dtype, width: int) -> bool:
+def _probe(optimizer: Any, group: dict[str, Any], states: StreamedStates, dtype: torch.dtype, width: int) -> bool:
     generator = torch.Generator(HOST).manual_seed(0)
 
     def numbers() -> torch.Tensor:
