@@ -14,7 +14,7 @@ from unittest import mock
 
 from command import TIMEOUT
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.base.errors import StructureError
@@ -30,7 +30,7 @@ from property.strategies import plans, problems
 Planned = tuple[Problem, dict[Key, Away]]
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the player was not compiled")
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+MANY = settings(max_examples=300, deadline=None)
 SOME = settings(MANY, max_examples=60)
 LONG = 1e6
 """Seconds in which every walk of these units ends by itself."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.planning.check.check import check
@@ -16,7 +16,7 @@ from lowtide.planning.solver.solve import Answer, Solver
 from lowtide.planning.status import Status
 from property.graphs import plain_graphs
 
-SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=40, deadline=None)
 
 
 def _curve(graph: Graph, points: int = 6) -> list[Answer]:
