@@ -497,3 +497,25 @@ def test_a_handler_between_the_updates_and_the_scripts_step_changes_no_bits(monk
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen
+
+
+def test_a_handler_that_clips_between_two_slices_has_buffers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it interrupts goes on with the slices that it has read."""
+    plain = _train(torch.optim.SGD)
+    other, original, busy = _net(), streamed_values.Offloaded.read, []
+
+    def read(*args: Any) -> torch.Tensor:
+        found = original(*args)
+        if not busy:
+            busy.append(True)
+            nn.utils.clip_grad_norm_(other.parameters(), 0.01)
+            nn.utils.clip_grad_value_(other.parameters(), 0.01)
+            busy.clear()
+        return found
+
+    with lowtide.budget(None, allow="move-gradients"):
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        _back(other)
+        monkeypatch.setattr(streamed_values.Offloaded, "read", read)
+        assert _train(torch.optim.SGD) == plain
+        assert optimizer.param_groups

@@ -9,7 +9,6 @@ resident.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 import warnings
@@ -25,6 +24,7 @@ from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.updates.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.updates.single_update import parameters_of
 from lowtide.runtime.updates.streamed_update import StreamedUpdate
+from lowtide.runtime.updates.streamed_values import Buffers
 
 _SCALE: Final = "_clip_grads_with_norm_"
 _UNSCALE: Final = "_unscale_grads_"
@@ -73,7 +73,7 @@ class ClippedGradients:
             listed = self._listed(parameters)
             if not self._apply(listed):
                 return original(listed, *args, **kwargs)
-            with contextlib.closing(self._slices.buffers):
+            with self._slices.buffers():
                 for parameter in listed:
                     self._change(parameter, lambda p: original([p], *args, **kwargs))
             return None
@@ -92,7 +92,7 @@ class ClippedGradients:
                 alone = types.SimpleNamespace(param_groups=[{"params": [parameter]}])
                 per_device.update(original(scaler, alone, inverse, found, allow_fp16))
 
-            with contextlib.closing(self._slices.buffers):
+            with self._slices.buffers():
                 for parameter in listed:
                     self._change(parameter, unscale_one)
             return per_device
@@ -110,9 +110,9 @@ class ClippedGradients:
                 warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
             if not self._apply(listed):
                 return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-            with torch.no_grad(), contextlib.closing(self._slices.buffers):
-                norms = [n for p in listed if (n := self._norm_of(p, float(norm_type), foreach)) is not None]
-                self._slices.buffers.close()
+            with torch.no_grad(), self._slices.buffers() as buffers:
+                norms = [n for p in listed if (n := self._norm_of(p, float(norm_type), foreach, buffers)) is not None]
+            with torch.no_grad(), self._slices.buffers():
                 total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
                 if error_if_nonfinite and not total.isfinite():  # torch's own call raises the error
                     return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -128,9 +128,11 @@ class ClippedGradients:
         if not self._slices.change_gradient(parameter, change):
             change(parameter)
 
-    def _norm_of(self, parameter: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor | None:
+    def _norm_of(
+        self, parameter: torch.Tensor, norm_type: float, foreach: bool | None, buffers: Buffers
+    ) -> torch.Tensor | None:
         """The norm of one gradient, as torch takes it; None without a gradient."""
-        grad = self._gradients.peek(parameter, lambda size: self._slices.buffers.take(0, size))
+        grad = self._gradients.peek(parameter, lambda size: buffers.take(0, size))
         if grad is None:
             return None
         if foreach or (foreach is None and _has_foreach_support([grad], grad.device)):

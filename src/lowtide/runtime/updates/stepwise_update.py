@@ -6,7 +6,6 @@ independently, a closure, step hooks), the step reads all gradients and states a
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, final
 
 import torch
@@ -54,7 +53,7 @@ class StepwiseUpdate:
             (group, p) for group in optimizer.param_groups for p in group["params"]
             if gradients.waits(p, together=together) or (every and GRAD.__get__(p) is not None)
         ]
-        with gradients.early.begins(optimizer), contextlib.closing(self._slices.buffers):
+        with gradients.early.begins(optimizer), self._slices.buffers():
             self._update(optimizer, waiting, every=every)
 
     def _update(self, optimizer: Any, waiting: list[tuple[dict[str, Any], torch.Tensor]], *, every: bool) -> None:

@@ -9,10 +9,12 @@ Types of lower precision than float32 are not sliced: there they do not agree.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
+import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, final
 
@@ -28,7 +30,7 @@ from lowtide.runtime.updates.single_update import update_one
 from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES
 from lowtide.runtime.updates.stand_in import StandIns
 from lowtide.runtime.updates.streamed_states import StreamedStates, Unsliced, is_like, slices_of
-from lowtide.runtime.updates.streamed_values import Place, Resident, Sliced, SliceReader, can_be_sliced, flat_of
+from lowtide.runtime.updates.streamed_values import Buffers, Place, Resident, Sliced, SliceReader, can_be_sliced, flat_of
 
 _PROBE: Final = 133
 """Elements on which it is tried whether slices are updated alike: whole vectors of any width, and a rest."""
@@ -45,11 +47,7 @@ _GRADIENT: Final = -1
 
 @final
 class StreamedUpdate:
-    """Updates parameters, and changes offloaded gradients, slice by slice.
-
-    Attributes:
-        buffers: memory for the slices in use; to be dropped after a step.
-    """
+    """Updates parameters, and changes offloaded gradients, slice by slice."""
 
     def __init__(
         self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, tier: Callable[[], object],
@@ -68,13 +66,30 @@ class StreamedUpdate:
             transferred: called with the seconds of each transfer, and with the bytes that it wrote.
         """
         self._gradients, self._states, self._stand_ins, self._tier = gradients, states, stand_ins, tier
-        self._make_room, self._unseen = make_room, unseen
-        self._reader = SliceReader(make_room, transferred)
-        self.buffers = self._reader.buffers
+        self._make_room, self._transferred, self._unseen = make_room, transferred, unseen
+        self._own = threading.local()
         self._alike: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
+    @contextlib.contextmanager
+    def buffers(self) -> Iterator[Buffers]:
+        """Memory for the slices of what is streamed within the context.
+
+        A thread has its own, and so has a signal's handler, which may clip or step while a slice is in use.
+        """
+        outer: SliceReader | None = getattr(self._own, "reader", None)
+        reader = self._own.reader = SliceReader(self._make_room, self._transferred)
+        try:
+            yield reader.buffers
+        finally:
+            self._own.reader = outer
+
+    @property
+    def _reader(self) -> SliceReader:
+        """What reads slices in this thread."""
+        return self._own.reader  # type: ignore[no-any-return]
+
     def update(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        """Update a parameter, which is in ``group``, and hide its gradient from the script's own step.
+        """Update a parameter, which is in ``group``, and hide its gradient from the script's own step, within :meth:`buffers`.
 
         Returns:
             False if nothing was done: the parameter, its gradient or a state cannot be sliced.
@@ -121,7 +136,7 @@ class StreamedUpdate:
                 states.write(start, end, own)
 
     def change_gradient(self, parameter: torch.Tensor, change: Callable[[torch.Tensor], object]) -> bool:
-        """Change an offloaded gradient element by element.
+        """Change an offloaded gradient element by element, within :meth:`buffers`.
 
         Args:
             parameter: whose gradient it is.
@@ -219,10 +234,10 @@ def _note_write(parameter: torch.Tensor) -> None:
 
 def _part(parameter: torch.Tensor, start: int, end: int, gradient: Sliced) -> torch.Tensor:
     """A slice of a parameter, with the slice of its gradient."""
-    flat = flat_of(parameter)
+    flat, grad = flat_of(parameter), gradient.read(start, end)
     with beneath_autograd():
         part = flat[start:end]
-        part.grad = gradient.read(start, end)
+        part.grad = grad
     return part
 
 

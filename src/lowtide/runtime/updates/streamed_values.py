@@ -51,10 +51,6 @@ class Buffers:
         with beneath_autograd():
             return buffer[:size]
 
-    def close(self) -> None:
-        """Free all of them."""
-        self._buffers.clear()
-
 
 class Sliced(Protocol):
     """A value of as many elements as the parameter: its gradient, or a state."""
