@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import sys
 import threading
 import traceback
 import weakref
@@ -41,6 +42,8 @@ _ALIGNED: Final = 64
 _PROBE_STEPS: Final = 2
 _SPECIAL: Final = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45)
 _SPECIAL_AT: Final = 17
+_NOT_THE_SCRIPTS: Final = frozenset(("torch", "lowtide", *sys.stdlib_module_names)) - {"__main__"}
+"""Packages whose code is not the script's."""
 _GRADIENT: Final = -1
 """Number of the gradient's buffer; the states' are numbered from 0."""
 
@@ -214,7 +217,7 @@ class StreamedUpdate:
 def _is_from_torch(error: BaseException) -> bool:
     """Whether an error was raised within torch and not in the script's code, such as a signal's handler."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return all(str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "lowtide") for frame in frames)
+    return all(str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_SCRIPTS for frame in frames)
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
