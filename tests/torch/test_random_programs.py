@@ -25,7 +25,7 @@ from lowtide.runtime.control.step_audit import REFUSED
 from drawn import ROUTES, Program, job_of, programs
 
 STEPS = 6
-PROGRAMS = 1000 if FULL else 12
+PROGRAMS, PAIRS = (1000, 1000) if FULL else (12, 6)
 PLAIN_TOO_HIGH = 0.005
 """Share by which the reported baseline peak may be too high, beyond the tolerance in bytes."""
 SHARES = (0.9, 0.75, 0.6, 0.4)
@@ -160,7 +160,7 @@ def test_states_that_exist_before_the_first_update_are_in_the_base_of_recordings
     holds(program, 0.9, offload=False)
 
 
-@settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=not FULL)
+@settings(max_examples=PAIRS, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=not FULL)
 @given(programs(), st.sampled_from((*ROUTES, "all")), st.sampled_from(SHARES), st.sampled_from(SHARES))
 def test_a_second_run_keeps_its_bits_by_what_the_first_one_recorded(
     program: Program, route: str, first: float, second: float
