@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, target
+from hypothesis import assume, given, settings, target
 from hypothesis import strategies as st
 
 from lowtide.base.errors import StructureError
@@ -23,9 +23,7 @@ from property.strategies import BASE_BYTES, plans, problems
 
 Planned = tuple[Problem, dict[Key, Away]]
 
-settings.register_profile(
-    "pebble", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+settings.register_profile("pebble", max_examples=60)
 settings.load_profile("pebble")
 
 WALK_SECONDS = 0.1

@@ -69,12 +69,12 @@ class LeverSet:
         self.states = OffloadedStates(self._put, interception.evictor.room_for)
         self.gradients = OffloadedGradients(self._put, interception.evictor.room_for)
         self._stand_ins = StandIns(self.gradients.is_away)
-        sliced = StreamedUpdate(
+        streamed = StreamedUpdate(
             self.gradients, self.states, self._stand_ins, self._movable_tier, interception.evictor.room_for, self._transferred,
             self._unseen,
         )
-        self.clipping = ClippedGradients(self.gradients, sliced)
-        self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins, sliced)
+        self.clipping = ClippedGradients(self.gradients, streamed)
+        self.updates = StepwiseUpdate(self.gradients, self.states, self._stand_ins, streamed)
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
@@ -244,8 +244,7 @@ class LeverSet:
             ticket = self._interception.tier.put(storage)
         except OSError:  # the tier is full
             return None
-        evictor.tally.offload_seconds += time.perf_counter() - start
-        evictor.tally.offloaded_bytes += storage.nbytes()
+        self._transferred(time.perf_counter() - start, storage.nbytes())
         return ticket
 
     def _movable_tier(self) -> object:
@@ -259,7 +258,7 @@ class LeverSet:
         return torch._C._DisableTorchDispatch() if unseen else nullcontext()  # type: ignore[attr-defined]
 
     def _transferred(self, seconds: float, written_bytes: int) -> None:
-        """A slice was read or written."""
+        """A value, or a slice of one, was read or written."""
         tally = self._interception.evictor.tally
         tally.offload_seconds += seconds
         tally.offloaded_bytes += written_bytes

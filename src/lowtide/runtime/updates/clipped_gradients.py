@@ -34,9 +34,9 @@ _UNSCALE: Final = "_unscale_grads_"
 class ClippedGradients:
     """Wraps torch's functions that clip or unscale gradients."""
 
-    def __init__(self, gradients: OffloadedGradients, slices: StreamedUpdate) -> None:
-        """Wrap nothing yet; ``gradients`` knows which are offloaded, ``slices`` changes them slice by slice."""
-        self._gradients, self._slices = gradients, slices
+    def __init__(self, gradients: OffloadedGradients, streamed: StreamedUpdate) -> None:
+        """Wrap nothing yet; ``gradients`` knows which are offloaded, ``streamed`` changes them slice by slice."""
+        self._gradients, self._streamed = gradients, streamed
         self._wraps = Wraps()
 
     def install(self) -> None:
@@ -73,7 +73,7 @@ class ClippedGradients:
             listed = self._listed(parameters)
             if not self._apply(listed):
                 return original(listed, *args, **kwargs)
-            with self._slices.buffers():
+            with self._streamed.buffers():
                 for parameter in listed:
                     self._change(parameter, lambda p: original([p], *args, **kwargs))
             return None
@@ -92,7 +92,7 @@ class ClippedGradients:
                 alone = types.SimpleNamespace(param_groups=[{"params": [parameter]}])
                 per_device.update(original(scaler, alone, inverse, found, allow_fp16))
 
-            with self._slices.buffers():
+            with self._streamed.buffers():
                 for parameter in listed:
                     self._change(parameter, unscale_one)
             return per_device
@@ -110,9 +110,9 @@ class ClippedGradients:
                 warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
             if not self._apply(listed):
                 return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-            with torch.no_grad(), self._slices.buffers() as buffers:
+            with torch.no_grad(), self._streamed.buffers() as buffers:
                 norms = [n for p in listed if (n := self._norm_of(p, float(norm_type), foreach, buffers)) is not None]
-            with torch.no_grad(), self._slices.buffers():
+            with torch.no_grad(), self._streamed.buffers():
                 total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
                 if error_if_nonfinite and not total.isfinite():  # torch's own call raises the error
                     return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -125,7 +125,7 @@ class ClippedGradients:
 
     def _change(self, parameter: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
         """Change one gradient element by element, slice by slice if it is offloaded."""
-        if not self._slices.change_gradient(parameter, change):
+        if not self._streamed.change_gradient(parameter, change):
             change(parameter)
 
     def _norm_of(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
@@ -25,7 +24,7 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.device.offload import SlicedTicket, Ticket
-from lowtide.runtime.monkeypatch import Wraps, unwrapped
+from lowtide.runtime.monkeypatch import unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.storage.views import meta_of, view_on
@@ -34,14 +33,13 @@ from lowtide.runtime.torch_state import in_process_group
 from lowtide.runtime.updates.early_update import EarlyUpdate
 from lowtide.runtime.updates.gradient_access import (
     Counts,
-    KnownAddresses,
     is_alone,
     is_held_here,
     put_gradient,
     references,
     references_of_unheld,
 )
-from lowtide.runtime.updates.moved_value import MovedValue
+from lowtide.runtime.updates.moved_value import MovedValue, Offloading
 from lowtide.runtime.updates.single_update import parameters_of, unfit
 
 LEAST_BYTES: Final = 4096
@@ -66,42 +64,28 @@ class _Moved(MovedValue):
 
 
 @final
-class OffloadedGradients:
+class OffloadedGradients(Offloading):
     """The memory optimization, for all parameters of a process.
 
     Its many methods are the ways in which gradients leave, come back, are read, replaced and dropped.
 
     Attributes:
-        engaged: whether gradients are offloaded.
-        moved: number of gradients offloaded so far.
         early: which parameters were updated just before their optimizer's step, which must not see their gradients.
-        lock: held while gradients leave or come back.
     """
 
     def __init__(
         self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None
     ) -> None:
-        """Offload nothing yet.
-
-        Args:
-            put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
-            make_room: called with the bytes of a gradient that is about to come back.
-        """
-        self.engaged = False
+        """Offload nothing yet (see :class:`Offloading`)."""
+        super().__init__(put, make_room)
+        self.early = EarlyUpdate()
         self._declined = False
-        self.moved = 0
         self._updating = False
-        self._put, self._make_room = put, make_room
-        self._wraps = Wraps()
         self._hooks: list[Any] = []
         self._away: dict[int, _Moved] = {}
-        self.early = EarlyUpdate()
         self._read: weakref.ref[torch.Tensor] | None = None
         self._fetched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._exposed: set[int] = set()
-        self._addresses = KnownAddresses()
-        self._unheld = Counts(0, 0, 0)
-        self.lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -125,10 +109,6 @@ class OffloadedGradients:
             for parameter in parameters_of(optimizer):
                 if isinstance(parameter, torch.nn.Parameter):
                     self.gradient_is_whole(parameter)
-
-    def forked(self) -> None:
-        """This process is a forked child: what it offloaded would overwrite the parent's bytes, whose file it shares."""
-        self.engaged = False
 
     def remove(self, *, over: bool) -> None:
         """Stop offloading, and fetch what is offloaded.

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
@@ -27,13 +26,12 @@ from torch.optim import Optimizer
 import torch
 from lowtide.base.lever_catalogue import STATES
 from lowtide.runtime.device.offload import Ticket
-from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import meta_of
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
 from lowtide.runtime.torch_state import in_process_group
-from lowtide.runtime.updates.gradient_access import Counts, KnownAddresses, is_alone, is_held_here, references
-from lowtide.runtime.updates.moved_value import MovedValue
+from lowtide.runtime.updates.gradient_access import Counts, is_alone, is_held_here, references
+from lowtide.runtime.updates.moved_value import MovedValue, Offloading
 from lowtide.runtime.updates.single_update import is_updating_one
 
 LEAST_BYTES: Final = 4096
@@ -81,34 +79,18 @@ class _Optimizers:
 
 
 @final
-class OffloadedStates:
-    """The memory optimization, for all optimizers of a process.
-
-    Attributes:
-        engaged: whether states are offloaded.
-        moved: number of states offloaded so far.
-        lock: held while states leave or come back.
-    """
+class OffloadedStates(Offloading):
+    """The memory optimization, for all optimizers of a process."""
 
     def __init__(
         self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None
     ) -> None:
-        """Offload nothing yet.
-
-        Args:
-            put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
-            make_room: called with the bytes of the states that are about to come back.
-        """
-        self.engaged = False
-        self.moved = 0
-        self._put, self._make_room = put, make_room
-        self._wraps = Wraps()
+        """Offload nothing yet (see :class:`Offloading`)."""
+        super().__init__(put, make_room)
         self._away, self._there, self._stay = _Optimizers(), _Optimizers(), _Optimizers()
         """Optimizers that may have states offloaded, whose states were all brought back since, and whose states stay."""
-        self._addresses = KnownAddresses()
-        self._unheld, self._holders = Counts(0, 0, 0), 0
+        self._holders = 0
         self._updating: Any = None
-        self.lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -119,10 +101,6 @@ class OffloadedStates:
         self._wraps.put(Optimizer, _ATTRIBUTE, lambda _: property(self._get, self._set, self._delete))
         for optimizer in list(optimizers):
             self.leave(optimizer)
-
-    def forked(self) -> None:
-        """This process is a forked child: what it offloaded would overwrite the parent's bytes, whose file it shares."""
-        self.engaged = False
 
     def remove(self, *, over: bool) -> None:
         """Stop offloading, and fetch what is offloaded.

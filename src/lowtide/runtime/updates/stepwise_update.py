@@ -23,10 +23,10 @@ class StepwiseUpdate:
     """Runs the updates of parameters whose gradients or states are offloaded."""
 
     def __init__(
-        self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, slices: StreamedUpdate
+        self, gradients: OffloadedGradients, states: OffloadedStates, stand_ins: StandIns, streamed: StreamedUpdate
     ) -> None:
-        """Share what is offloaded; ``stand_ins`` tells what updates do, and ``slices`` updates slice by slice."""
-        self._gradients, self._states, self._stand_ins, self._slices = gradients, states, stand_ins, slices
+        """Share what is offloaded; ``stand_ins`` tells what updates do, and ``streamed`` updates slice by slice."""
+        self._gradients, self._states, self._stand_ins, self._streamed = gradients, states, stand_ins, streamed
         self._begun: set[int] = set()
 
     def begins(self, optimizer: Any, *, closure: bool) -> None:
@@ -53,13 +53,13 @@ class StepwiseUpdate:
             (group, p) for group in optimizer.param_groups for p in group["params"]
             if gradients.waits(p, together=together) or (every and GRAD.__get__(p) is not None)
         ]
-        with gradients.early.begins(optimizer), self._slices.buffers():
+        with gradients.early.begins(optimizer), self._streamed.buffers():
             self._update(optimizer, waiting, every=every)
 
     def _update(self, optimizer: Any, waiting: list[tuple[dict[str, Any], torch.Tensor]], *, every: bool) -> None:
         gradients = self._gradients
         for place, (group, parameter) in enumerate(waiting):
-            if (every or gradients.is_away(parameter)) and self._slices.update(optimizer, group, parameter):
+            if (every or gradients.is_away(parameter)) and self._streamed.update(optimizer, group, parameter):
                 continue
             for _, following in waiting[place + 1 : place + 2]:
                 gradients.begin(following)

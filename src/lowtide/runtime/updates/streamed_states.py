@@ -13,7 +13,7 @@ from lowtide.runtime.storage.views import Meta, meta_of
 from lowtide.runtime.tensors import beneath_autograd, is_plain, states_of
 from lowtide.runtime.updates import streamed_values
 from lowtide.runtime.updates.offloaded_states import LEAST_BYTES, Moved
-from lowtide.runtime.updates.streamed_values import Place, Resident, Sliced, SliceReader
+from lowtide.runtime.updates.streamed_values import Offloaded, Place, Resident, Sliced, SliceReader
 
 
 class Unsliced(Exception):
@@ -64,7 +64,7 @@ class StreamedStates:
             for number, (name, value) in enumerate(self._given.items()):
                 if isinstance(value, Moved):
                     self._sliced[name] = self._offloaded(number, name, value)
-                elif isinstance(value, torch.Tensor) and value.dim():
+                elif has_elements(value):
                     if not is_plain(value) or not is_like(meta_of(value), parameter):
                         raise Unsliced
                     self._sliced[name] = Resident(value)
@@ -81,7 +81,7 @@ class StreamedStates:
             there = given.get(name)
             return there if isinstance(there, torch.Tensor) else moved.place()
 
-        return self._reader.offloaded(number, where, self._parameter.dtype, self._lock)
+        return Offloaded(self._reader, number, where, self._parameter.dtype, self._lock)
 
     def read(self, start: int, end: int) -> dict[str, Any]:
         """States of a slice, for its update. Single numbers are copied for all slices but the last one."""
@@ -99,7 +99,7 @@ class StreamedStates:
         """States of a slice after its update."""
         self._written = end
         for name, value in own.items():
-            if name not in self._sliced and isinstance(value, torch.Tensor) and value.dim():
+            if name not in self._sliced and has_elements(value):
                 self._sliced[name] = self._new(name, value.dtype)
             if name in self._sliced:
                 self._sliced[name].write(start, value)
@@ -121,7 +121,7 @@ class StreamedStates:
             else:
                 meta = (parameter.size(), parameter.stride(), 0, dtype, False, False)
                 moved = self._made[name] = Moved(ticket, meta, size)
-                return self._reader.offloaded(len(self._sliced), moved.place, dtype, self._lock)
+                return Offloaded(self._reader, len(self._sliced), moved.place, dtype, self._lock)
         with beneath_autograd():
             made = self._made[name] = torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device=HOST)
         return Resident(made)
@@ -144,10 +144,7 @@ class StreamedStates:
         self._start.clear()
         if changed:
             with self._lock:
-                own = states_of(self._optimizer).setdefault(self._parameter, self._given)
-                for name, value in changed.items():
-                    if name not in own or own[name] is not value:
-                        own[name] = value
+                states_of(self._optimizer).setdefault(self._parameter, self._given).update(changed)
 
     def sample(self, size: int, generator: torch.Generator) -> dict[str, Any]:
         """States like these of a parameter of ``size`` elements, with random numbers."""
@@ -158,6 +155,11 @@ class StreamedStates:
             else:
                 own[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return own
+
+
+def has_elements(value: Any) -> bool:
+    """Whether a state is a tensor of elements, and not a single number or no tensor at all."""
+    return isinstance(value, torch.Tensor) and bool(value.dim())
 
 
 def is_like(meta: Meta, parameter: torch.Tensor) -> bool:

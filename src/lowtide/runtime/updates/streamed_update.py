@@ -30,8 +30,17 @@ from lowtide.runtime.updates.offloaded_states import LEAST_BYTES, OffloadedState
 from lowtide.runtime.updates.single_update import update_one
 from lowtide.runtime.updates.sliced_optimizer import TEMPORARIES
 from lowtide.runtime.updates.stand_in import StandIns
-from lowtide.runtime.updates.streamed_states import StreamedStates, Unsliced, is_like, slices_of
-from lowtide.runtime.updates.streamed_values import Buffers, Place, Resident, Sliced, SliceReader, can_be_sliced, flat_of
+from lowtide.runtime.updates.streamed_states import StreamedStates, Unsliced, has_elements, is_like, slices_of
+from lowtide.runtime.updates.streamed_values import (
+    Buffers,
+    Offloaded,
+    Place,
+    Resident,
+    Sliced,
+    SliceReader,
+    can_be_sliced,
+    flat_of,
+)
 
 _PROBE: Final = 133
 """Elements on which it is tried whether slices are updated alike: whole vectors of any width, and a rest."""
@@ -41,8 +50,10 @@ _ALIGNED: Final = 64
 """The same for fused updates, which split their work only at cache lines, as slices do."""
 _PROBE_STEPS: Final = 2
 _SPECIAL: Final = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45)
+"""Numbers that vectors and single elements may treat differently: not-a-numbers, infinities, zeros, a denormal one."""
 _SPECIAL_AT: Final = 17
-_NOT_THE_SCRIPTS: Final = frozenset(("torch", "lowtide", *sys.stdlib_module_names)) - {"__main__"}
+"""Every so many elements of the probe, one of these comes next."""
+_NOT_THE_SCRIPTS: Final = frozenset(("torch", "lowtide", *sys.stdlib_module_names))
 """Packages whose code is not the script's."""
 _GRADIENT: Final = -1
 """Number of the gradient's buffer; the states' are numbered from 0."""
@@ -128,8 +139,9 @@ class StreamedUpdate:
         optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, gradient: Sliced, states: StreamedStates, *,
         writes: bool,
     ) -> None:
+        flat = flat_of(parameter)
         for start, end in slices_of(parameter):
-            part = _part(parameter, start, end, gradient)
+            part = _part(flat, start, end, gradient)
             own = states.read(start, end)
             try:
                 update_one(optimizer, group, part, collections.defaultdict(dict, {part: own}))
@@ -154,9 +166,10 @@ class StreamedUpdate:
             gradient = self._gradient(parameter, writes=True)
         except (Unsliced, OSError):
             return False
+        flat = flat_of(parameter)
         with self._unseen():
             for start, end in slices_of(parameter):
-                part = _part(parameter, start, end, gradient)
+                part = _part(flat, start, end, gradient)
                 change(part)
                 gradient.write(start, part.grad)  # type: ignore[arg-type]
         return True
@@ -182,7 +195,7 @@ class StreamedUpdate:
             last = gradients.place_of(parameter) or last
             return last.place() if there is None or gradients.is_away(parameter) else there
 
-        return self._reader.offloaded(_GRADIENT, where, parameter.dtype, gradients.lock)
+        return Offloaded(self._reader, _GRADIENT, where, parameter.dtype, gradients.lock)
 
     def _shown(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, states: StreamedStates) -> bool:
         """Try an update on a few numbers.
@@ -235,9 +248,9 @@ def _note_write(parameter: torch.Tensor) -> None:
         nothing.zero_()
 
 
-def _part(parameter: torch.Tensor, start: int, end: int, gradient: Sliced) -> torch.Tensor:
-    """A slice of a parameter, with the slice of its gradient."""
-    flat, grad = flat_of(parameter), gradient.read(start, end)
+def _part(flat: torch.Tensor, start: int, end: int, gradient: Sliced) -> torch.Tensor:
+    """A slice of a parameter's elements, with the slice of its gradient."""
+    grad = gradient.read(start, end)
     with beneath_autograd():
         part = flat[start:end]
         part.grad = grad
@@ -267,7 +280,7 @@ def _probe(optimizer: Any, group: dict[str, Any], states: StreamedStates, dtype:
             for gradient in gradients:
                 part.grad = gradient[at].clone()
                 update_one(optimizer, group, part, table)
-            found.append([part, part.grad, *(v for v in mine.values() if _is_sliced(v))])  # type: ignore[list-item]
+            found.append([part, part.grad, *(v for v in mine.values() if has_elements(v))])  # type: ignore[list-item]
         return [torch.cat(list(parts)) for parts in zip(*found, strict=True)]
 
     with torch.no_grad():
@@ -279,8 +292,4 @@ def _sample_of(value: Any, at: slice) -> Any:
     """A slice of a state, a copy of a single number, or what is no tensor."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value[at].clone() if value.dim() else value.clone()
-
-
-def _is_sliced(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(value.dim())
+    return value[at].clone() if has_elements(value) else value.clone()

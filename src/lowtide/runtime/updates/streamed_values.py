@@ -84,25 +84,35 @@ class Resident:
 
 
 @final
-class Transfers:
-    """Seconds and bytes of what was read from the offload tier and written to it."""
+class SliceReader:
+    """Reads and writes slices of what is offloaded.
 
-    def __init__(self, add: Callable[[float, int], object]) -> None:
-        """``add`` is called with the seconds of each transfer, and with the bytes that it wrote."""
-        self._add = add
+    Attributes:
+        buffers: memory for the slices in use.
+    """
+
+    def __init__(self, make_room: Callable[[int], object], transferred: Callable[[float, int], object]) -> None:
+        """Read nothing yet.
+
+        Args:
+            make_room: called with the bytes of a buffer that is about to be allocated.
+            transferred: called with the seconds of each transfer, and with the bytes that it wrote.
+        """
+        self.buffers = Buffers(make_room)
+        self._transferred = transferred
 
     def read(self, ticket: SlicedTicket, at: int, target: torch.Tensor) -> None:
         """Read from a ticket's byte ``at`` on, and announce what follows."""
         start = time.perf_counter()
         ticket.read(at, target)
         ticket.expect(at + target.nbytes, target.nbytes)
-        self._add(time.perf_counter() - start, 0)
+        self._transferred(time.perf_counter() - start, 0)
 
     def write(self, ticket: SlicedTicket, at: int, source: torch.Tensor) -> None:
         """Write from a ticket's byte ``at`` on."""
         start = time.perf_counter()
         ticket.write(at, source)
-        self._add(time.perf_counter() - start, source.nbytes)
+        self._transferred(time.perf_counter() - start, source.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +131,19 @@ class Offloaded:
     """
 
     def __init__(
-        self, where: Callable[[], Place | torch.Tensor], dtype: torch.dtype, buffer: Callable[[int], torch.Tensor],
-        transfers: Transfers, lock: AbstractContextManager[object],
+        self, reader: SliceReader, number: int, where: Callable[[], Place | torch.Tensor], dtype: torch.dtype,
+        lock: AbstractContextManager[object],
     ) -> None:
         """Read nothing yet.
 
         Args:
+            reader: reads and writes tickets.
+            number: of the buffer, which no other value in use may have.
             where: the value's place now, or the value if it is resident by now.
             dtype: type of its elements.
-            buffer: returns so many bytes of memory, each time the same.
-            transfers: reads and writes tickets.
             lock: held while no other thread can bring it back.
         """
-        self._where, self._dtype, self._buffer, self._transfers, self._lock = where, dtype, buffer, transfers, lock
+        self._reader, self._number, self._where, self._dtype, self._lock = reader, number, where, dtype, lock
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """A copy in the buffer."""
@@ -141,8 +151,8 @@ class Offloaded:
             place = self._where()
             if not isinstance(place, Place):
                 return Resident(place).read(start, end)
-            buffer = self._buffer((end - start) * self._dtype.itemsize)
-            self._transfers.read(place.ticket, place.at + start * self._dtype.itemsize, buffer)
+            buffer = self._reader.buffers.take(self._number, (end - start) * self._dtype.itemsize)
+            self._reader.read(place.ticket, place.at + start * self._dtype.itemsize, buffer)
         with beneath_autograd():
             return buffer.view(self._dtype)
 
@@ -154,7 +164,7 @@ class Offloaded:
             now = self._where()
             while True:
                 if isinstance(now, Place):
-                    self._transfers.write(now.ticket, now.at + start * self._dtype.itemsize, source)
+                    self._reader.write(now.ticket, now.at + start * self._dtype.itemsize, source)
                 else:
                     Resident(now).write(start, new)
                 written, now = now, self._where()
@@ -166,28 +176,3 @@ def _is_same(a: Place | torch.Tensor, b: Place | torch.Tensor) -> bool:
     if isinstance(a, Place) and isinstance(b, Place):
         return a.ticket is b.ticket
     return a is b
-
-
-@final
-class SliceReader:
-    """Reads and writes slices of what is offloaded.
-
-    Attributes:
-        buffers: memory for the slices in use.
-    """
-
-    def __init__(self, make_room: Callable[[int], object], transferred: Callable[[float, int], object]) -> None:
-        """Read nothing yet.
-
-        Args:
-            make_room: called with the bytes of a buffer that is about to be allocated.
-            transferred: called with the seconds of each transfer, and with the bytes that it wrote.
-        """
-        self.buffers = Buffers(make_room)
-        self._transfers = Transfers(transferred)
-
-    def offloaded(
-        self, number: int, where: Callable[[], Place | torch.Tensor], dtype: torch.dtype, lock: AbstractContextManager[object]
-    ) -> Sliced:
-        """A value on the tier, read into the buffer of a number (see :class:`Offloaded`)."""
-        return Offloaded(where, dtype, lambda size: self.buffers.take(number, size), self._transfers, lock)
